@@ -1,0 +1,153 @@
+"""Log-probabilities of sampled tokens and the entropy of their distributions, from logits or fused with the output head.
+
+The head's product is float32 for real on every device: TPUs and GPUs run a plain float32 product in bfloat16 or TF32, and a sampler
+and a trainer that round differently drift apart (MiniMax-M1, section 3.2: without a float32 head the reward did not grow).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import stop_gradient
+from jax.typing import ArrayLike
+
+from cispo_jax.masked import Array
+
+
+def head_logits(hidden: Array, head: Array) -> Array:
+    """Float32 logits [..., V] of `hidden` [..., D] and `head` [D, V], the one product for sampler and trainer.
+
+    Two bfloat16 inputs are multiplied as they are and summed in float32; anything else is float32 at full precision.
+    """
+    if not hidden.dtype == head.dtype == jnp.bfloat16:
+        hidden, head = hidden.astype(jnp.float32), head.astype(jnp.float32)
+    return jnp.matmul(hidden, head, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def token_log_probs(logits: ArrayLike, tokens: ArrayLike, temperature: ArrayLike = 1.0) -> Array:
+    """log softmax(logits / temperature) at the given tokens, in float32.
+
+    Args:
+      logits: [..., V] float; position t predicts `tokens` at t (nothing is shifted inside).
+      tokens: [...] integers in [0, V).
+      temperature: > 0, the one the tokens were sampled at.
+
+    Returns:
+      [...] float32.
+
+    Raises:
+      ValueError: shapes that do not fit, a temperature that is not positive.
+    """
+    _check(jnp.shape(logits)[:-1], tokens, temperature)
+    logits = jnp.asarray(logits, jnp.float32) / temperature
+    chosen = jnp.take_along_axis(logits, jnp.asarray(tokens)[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def fused_token_log_probs(
+    hidden: Array, head: Array, tokens: ArrayLike, *, temperature: ArrayLike = 1.0, chunk_size: int = 256
+) -> tuple[Array, Array]:
+    """`token_log_probs` and the entropy straight from the last hidden states, holding `chunk_size` x V logits at a time.
+
+    With p = softmax(hidden head / temperature): log p[token] and -sum p log p. The backward pass computes the logits again. Both
+    outputs are differentiable with respect to `hidden` and `head`, not `temperature`; first derivatives only. If both are bfloat16,
+    the products of the backward pass take bfloat16 inputs too (sums stay float32).
+
+    Args:
+      hidden: [..., D] float; position t predicts `tokens` at t (nothing is shifted inside).
+      head: [D, V] float (a tied embedding transposed, say).
+      tokens: [...] integers in [0, V).
+      temperature: > 0, the one the tokens were sampled at.
+      chunk_size: tokens whose logits are held at a time. Under a mesh, over all devices together: scale it with their number.
+
+    Returns:
+      log-probs [...] and entropy [...] (in nats), float32.
+
+    Raises:
+      ValueError: shapes that do not fit, a temperature or chunk size that is not positive.
+    """
+    hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
+    _check(hidden.shape[:-1], tokens, temperature)
+    if head.ndim != 2 or head.shape[0] != hidden.shape[-1]:
+        raise ValueError(f"head must be [D, V] with D = {hidden.shape[-1]} of hidden, got {head.shape}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}; valid: an integer > 0")
+    size = tokens.size
+    if size == 0:
+        return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
+    chunk_size = min(chunk_size, size)
+    padding = -size % chunk_size
+    flat = jnp.pad(hidden.reshape(size, -1), ((0, padding), (0, 0)))
+    temperature = stop_gradient(jnp.asarray(temperature, jnp.float32))
+    outputs = _fused(chunk_size, flat, head, jnp.pad(tokens.ravel(), (0, padding)), temperature)
+    log_probs, entropy = (x[:size].reshape(tokens.shape) for x in outputs)
+    return log_probs, entropy
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(chunk_size: int, hidden: Array, head: Array, tokens: Array, temperature: Array) -> tuple[Array, Array]:
+    return _fused_forward(chunk_size, hidden, head, tokens, temperature)[0]
+
+
+def _fused_forward(chunk_size: int, hidden: Array, head: Array, tokens: Array, temperature: Array):
+    def chunk(_, inputs):
+        hidden, tokens = inputs
+        logits = head_logits(hidden, head) / temperature
+        maximum = logits.max(axis=-1, keepdims=True)
+        shifted = logits - maximum
+        exp = jnp.exp(shifted)
+        total = exp.sum(axis=-1)
+        log_total = jnp.log(total)
+        chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=-1)[:, 0]
+        entropy = log_total - (exp * shifted).sum(axis=-1) / total
+        return None, (chosen - log_total, entropy, maximum[:, 0] + log_total)
+
+    with jax.named_scope("fused_log_probs"):
+        _, outputs = jax.lax.scan(chunk, None, (_split(hidden, chunk_size), _split(tokens, chunk_size)))
+    log_probs, entropy, normalizer = map(_join, outputs)
+    return (log_probs, entropy), (hidden, head, tokens, temperature, entropy, normalizer)
+
+
+def _fused_backward(chunk_size: int, residuals, cotangents):
+    hidden, head, tokens, temperature, entropy, normalizer = residuals
+    low_precision = hidden.dtype == head.dtype == jnp.bfloat16
+
+    def chunk(head_gradient, inputs):
+        hidden, tokens, entropy, normalizer, d_log_prob, d_entropy = (x if x.ndim == 2 else x[:, None] for x in inputs)
+        log_p = head_logits(hidden, head) / temperature - normalizer
+        is_token = jax.lax.broadcasted_iota(tokens.dtype, log_p.shape, 1) == tokens
+        d_logits = jnp.where(is_token, d_log_prob, 0) - jnp.exp(log_p) * (d_log_prob + d_entropy * (log_p + entropy))
+        d_logits = (d_logits / temperature).astype(jnp.bfloat16 if low_precision else jnp.float32)
+        return head_gradient + head_logits(hidden.T, d_logits), head_logits(d_logits, head.T)
+
+    with jax.named_scope("fused_log_probs_backward"):
+        inputs = [_split(x, chunk_size) for x in (hidden, tokens, entropy, normalizer, *cotangents)]
+        head_gradient, hidden_gradient = jax.lax.scan(chunk, jnp.zeros(head.shape, jnp.float32), inputs)
+    return (
+        _join(hidden_gradient).astype(hidden.dtype),
+        head_gradient.astype(head.dtype),
+        np.zeros(tokens.shape, jax.dtypes.float0),
+        jnp.zeros_like(temperature),
+    )
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _split(x: Array, chunk_size: int) -> Array:
+    """[N, ...] -> [chunks, chunk_size, ...], strided: a chunk then holds tokens of every device when N is split over a mesh."""
+    return jnp.moveaxis(x.reshape(chunk_size, -1, *x.shape[1:]), 1, 0)
+
+
+def _join(x: Array) -> Array:
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def _check(shape: tuple[int, ...], tokens: ArrayLike, temperature: ArrayLike) -> None:
+    if jnp.shape(tokens) != shape:
+        raise ValueError(f"tokens must have the leading shape {shape} of the other input, got {jnp.shape(tokens)}")
+    if not jnp.issubdtype(jnp.asarray(tokens).dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers, got {jnp.asarray(tokens).dtype}")
+    if not isinstance(temperature, jax.core.Tracer) and not np.asarray(temperature) > 0:
+        raise ValueError(f"temperature is {temperature!r}; valid: a number > 0 (greedy decoding has log-probs at temperature 1)")
