@@ -1,0 +1,11 @@
+"""Data: problems to train and evaluate on, their prompts and their order. Plain Python and NumPy, no jax.
+
+An example is a dict with at least `id`, `prompt` and `answer` (all `str`), optionally `response` (a demonstration for
+supervised warm starts) and whatever its scorer needs.
+"""
+
+from cispo_jax.data.loading import Example, Problems, load
+from cispo_jax.data.prompts import Prompter
+from cispo_jax.data.stream import PromptStream
+
+__all__ = ["Example", "Problems", "PromptStream", "Prompter", "load"]

@@ -1,0 +1,134 @@
+"""From a problem to the text and the tokens that the model is given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from cispo_jax.config import ConfigError, DataSettings
+from cispo_jax.rewards.functions import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+
+class PromptTokenizer(Protocol):
+    """What prompts need of a tokenizer (`cispo_jax.data.tokenizers.Tokenizer`)."""
+
+    chat_template: str | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render(self, messages: list[dict[str, str]], **kwargs: Any) -> str: ...
+
+
+class Prompter:
+    """Builds prompts as `data.template`, `data.system_prompt`, `data.prompt_suffix` and `data.template_kwargs` say.
+
+    The problem's text is `example["prompt"]` followed by the suffix, on a new line unless the suffix begins with a
+    space or a line break itself. Then the template:
+      chat    the tokenizer's chat template with one user turn, and a system turn only if `system_prompt` is set: the
+              system turn that some ChatML templates add by themselves (SmolLM2, Qwen2.5) is cut out. To have it, write
+              its text in `system_prompt`.
+      raw     the text as it is.
+      a path  a jinja file of one's own, given `prompt` (suffix included), `messages`, `system_prompt`, `example`,
+              `add_generation_prompt` (true) and `template_kwargs`. As everywhere in jinja, one line break at the end of
+              the file is dropped.
+    """
+
+    def __init__(self, settings: DataSettings, tokenizer: PromptTokenizer):
+        self._settings = settings
+        self._tokenizer = tokenizer
+        template = settings.template
+        if template == "chat" and tokenizer.chat_template is None:
+            raise ConfigError("data.template=chat, but this tokenizer has no chat template; use raw or a .jinja file.")
+        if template == "raw" and (settings.system_prompt or settings.template_kwargs):
+            raise ConfigError(
+                "data.template=raw has no place for data.system_prompt or data.template_kwargs; unset them."
+            )
+        if settings.long_prompts not in ("refuse", "filter"):
+            raise ConfigError(f"data.long_prompts={settings.long_prompts!r} is neither refuse nor filter.")
+        self._file = None if template in ("chat", "raw") else _load_template(template)
+
+    def text(self, example: dict[str, Any]) -> str:
+        """The prompt as text, special tokens included."""
+        settings = self._settings
+        suffix = settings.prompt_suffix
+        prompt = example["prompt"] + ("\n" if suffix and not suffix[0].isspace() else "") + suffix
+        if settings.template == "raw":
+            return prompt
+        messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        messages.append({"role": "user", "content": prompt})
+        kwargs = dict(settings.template_kwargs)
+        if self._file is None:
+            text = self._tokenizer.render(messages, **kwargs)
+            return text if settings.system_prompt else _without_system_turn(text)
+        names = {"prompt": prompt, "messages": messages, "system_prompt": settings.system_prompt, "example": example}
+        return _render(self._file, settings.template, {**names, "add_generation_prompt": True, **kwargs})
+
+    def encode(self, example: dict[str, Any]) -> list[int]:
+        """The prompt as token ids."""
+        return self._tokenizer.encode(self.text(example))
+
+    def check(self, examples: Sequence[dict[str, Any]], name: str = "data.source") -> Sequence[dict[str, Any]]:
+        """The examples whose prompt fits `data.max_prompt_tokens` after templating; nothing is ever cut.
+
+        Raises:
+          ConfigError: a prompt is too long and `data.long_prompts=refuse`, none fits, or a prompt has no token.
+        """
+        limit = self._settings.max_prompt_tokens
+        lengths = [len(self.encode(example)) for example in examples]
+        if 0 in lengths:
+            raise ConfigError(f"{name}: the prompt of example {examples[lengths.index(0)]['id']!r} has no token.")
+        kept = [index for index, length in enumerate(lengths) if length <= limit]
+        if len(kept) == len(lengths):
+            return examples
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        problem = (
+            f"{len(lengths) - len(kept)} of {len(lengths)} prompts are longer than data.max_prompt_tokens={limit} "
+            f"after templating; the longest ({examples[longest]['id']!r}) has {lengths[longest]} tokens"
+        )
+        if self._settings.long_prompts == "refuse" or not kept:
+            raise ConfigError(f"{name}: {problem}. Raise the limit or set data.long_prompts=filter to leave them out.")
+        logger.warning("%s: %s. They are left out.", name, problem)
+        return [examples[index] for index in kept]
+
+
+def _without_system_turn(text: str) -> str:
+    """Cuts the system turn that a ChatML template puts first by itself; other text is returned as it is."""
+    head, start, rest = text.partition("<|im_start|>system\n")
+    if not start or "<|im_start|>" in head:  # a user's text that quotes the tag comes after its own turn began
+        return text
+    return head + rest.partition("<|im_end|>\n")[2]
+
+
+def _load_template(path: str) -> Any:
+    import jinja2
+    import jinja2.sandbox
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(
+            f"data.template={path!r}: {did_you_mean(path, ['chat', 'raw'])}It must be chat, raw or the path of a jinja "
+            f"file, and there is no file {file.resolve()}."
+        )
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    try:
+        return environment.from_string(file.read_text(encoding="utf-8"))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"data.template={path}, line {error.lineno}: {error.message}.") from error
+
+
+def _render(template: Any, path: str, names: dict[str, Any]) -> str:
+    import jinja2
+
+    try:
+        return template.render(**names)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"data.template={path} fails on example {names['example'].get('id')!r}: {error}. "
+            f"It may use: {', '.join(names)}."
+        ) from error

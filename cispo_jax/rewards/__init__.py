@@ -1,0 +1,23 @@
+"""Rewards: verifiable scores of responses. Nothing here imports jax, so a worker starts in a fraction of a second.
+
+A reward is a function `reward(responses: list[str], *, examples: list[dict], finish_reasons: list[str],
+response_tokens: list[int]) -> list[float | None]`: one number a response, None (or NaN) where it cannot tell
+("unscored": the response leaves the statistics of its group and gets advantage 0; it is never counted as 0).
+"""
+
+from cispo_jax.rewards.functions import load_function, resolve
+from cispo_jax.rewards.scorer import RewardError, Scorer, build, overlong_penalties
+from cispo_jax.rewards.scoring import ReasoningGymScorer, exact_match, extract_answer, verdict
+
+__all__ = [
+    "ReasoningGymScorer",
+    "RewardError",
+    "Scorer",
+    "build",
+    "exact_match",
+    "extract_answer",
+    "load_function",
+    "overlong_penalties",
+    "resolve",
+    "verdict",
+]

@@ -1,0 +1,185 @@
+"""All rewards of a run as one object: the data set's scorer, the user's functions and the overlong penalty, summed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from cispo_jax.config import ConfigError, RewardSettings
+from cispo_jax.rewards.apply import Outcome, RewardError, Rows, apply
+from cispo_jax.rewards.functions import resolve
+from cispo_jax.rewards.workers import Workers, name_of
+
+TASK, OVERLONG = "task", "overlong"
+Reward = Callable[..., Any]
+logger = logging.getLogger(__name__)
+
+
+def build(settings: RewardSettings, scorer: Reward | None, *, max_new_tokens: int) -> Scorer:
+    """The rewards that the settings ask for.
+
+    Args:
+      settings: the config's `rewards` section.
+      scorer: the data set's own reward (`Problems.scorer`).
+      max_new_tokens: limit of a response in tokens, where the overlong penalty is full.
+
+    Raises:
+      ConfigError: a function cannot be found or called, nothing would be scored, or the penalty does not fit the limit.
+    """
+    if settings.task not in ("auto", "on", "off"):
+        raise ConfigError(f"rewards.task={settings.task!r} is not one of auto, on, off.")
+    functions: dict[str, Reward | str] = {}
+    if settings.task == "on" or (settings.task == "auto" and not settings.functions):
+        if scorer is None:
+            raise ConfigError(
+                "The data set has no scorer of its own; name a function: rewards.NAME=path/file.py:function."
+            )
+        functions[TASK] = scorer
+    for name, spec in settings.functions.items():
+        if name in (TASK, OVERLONG):
+            raise ConfigError(f"rewards.{name}={spec}: {TASK} and {OVERLONG} name built-in parts; choose another name.")
+        functions[name] = spec
+    if not functions:
+        raise ConfigError(
+            "rewards.task=off and no function named: nothing is scored. Set rewards.task=on or rewards.NAME."
+        )
+    if settings.workers < 0:
+        raise ConfigError(
+            f"rewards.workers={settings.workers} must be 0 (score in the trainer) or a number of processes."
+        )
+    buffer, penalty = settings.overlong_buffer, settings.overlong_penalty
+    if not 0 <= buffer <= max_new_tokens:
+        raise ConfigError(
+            f"rewards.overlong_buffer={buffer} (tokens) must lie between 0 (off) and "
+            f"sampling.max_new_tokens={max_new_tokens}."
+        )
+    if not 0 <= penalty < float("inf"):
+        raise ConfigError(f"rewards.overlong_penalty={penalty} must be a finite number >= 0; it is subtracted.")
+    return Scorer(
+        functions, workers=settings.workers, overlong=(max_new_tokens, buffer, penalty) if buffer and penalty else None
+    )
+
+
+class Scorer:
+    """Scores a batch: `total, parts = scorer(responses, examples, finish_reasons, response_tokens)`.
+
+    `total` is the sum over parts, None where any part is. A part that raises leaves its group unscored: it is counted
+    in `failed` and logged with the function, the example and the line. A part that fails on all of the first batch it
+    sees raises `RewardError`: it is broken, and training would learn nothing. Close it (or use `with`) if it has
+    workers. With workers a function sees whole groups (responses to one prompt, next to each other), not the batch.
+
+    Attributes:
+      failed: rows of the last call that an exception left unscored, by part; empty if none did.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Reward | str],
+        *,
+        workers: int = 0,
+        overlong: tuple[int, int, float] | None = None,
+    ):
+        self.failed: dict[str, int] = {}
+        self._functions = {
+            name: resolve(f, f"rewards.{name}") if isinstance(f, str) else f for name, f in functions.items()
+        }
+        self._specs = dict(functions)
+        self._overlong = overlong
+        self._has_worked: set[str] = set()
+        if workers:
+            for function in functions.values():
+                name_of(function)  # refuses what another process could not import
+        self._workers = Workers(workers) if workers else None
+        self._num_workers = workers
+
+    def __call__(
+        self,
+        responses: Sequence[str],
+        examples: Sequence[dict[str, Any]],
+        finish_reasons: Sequence[str],
+        response_tokens: Sequence[int],
+    ) -> tuple[list[float | None], dict[str, list[float | None]]]:
+        rows = Rows(list(responses), list(examples), list(finish_reasons), [int(n) for n in response_tokens])
+        parts: dict[str, list[float | None]] = {}
+        self.failed = {}
+        for name in self._functions:
+            outcome = self._run(name, rows)
+            self._note(name, outcome, len(rows))
+            parts[name] = outcome.values
+        if self._overlong is not None:
+            parts[OVERLONG] = list(overlong_penalties(rows.response_tokens, *self._overlong))
+        return [_total(values) for values in zip(*parts.values(), strict=True)], parts
+
+    def check(self, example: dict[str, Any]) -> None:
+        """One trial call on a made-up response, in this process, before device work, so that a typo shows at once."""
+        rows = Rows([str(example["answer"])], [example], ["stop"], [1])
+        for name, function in self._functions.items():
+            outcome = apply(function, self._label(name), rows)
+            if outcome.failed:
+                raise RewardError(f"A trial call before training failed: {outcome.errors[0]}")
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, name: str, rows: Rows) -> Outcome:
+        if not len(rows):
+            return Outcome([], 0, [])
+        if self._workers is None:
+            return apply(self._functions[name], self._label(name), rows)
+        outcomes = self._workers.run(self._specs[name], self._label(name), _chunks(rows, self._num_workers))
+        return Outcome(
+            [value for outcome in outcomes for value in outcome.values],
+            sum(outcome.failed for outcome in outcomes),
+            [error for outcome in outcomes for error in outcome.errors],
+        )
+
+    def _note(self, name: str, outcome: Outcome, total: int) -> None:
+        if outcome.failed < total:
+            self._has_worked.add(name)
+        if not outcome.failed:
+            return
+        if name not in self._has_worked:
+            raise RewardError(f"No response could be scored: {outcome.errors[0]}")
+        self.failed[name] = outcome.failed
+        logger.warning("%d of %d responses left unscored: %s", outcome.failed, total, outcome.errors[0])
+
+    def _label(self, name: str) -> str:
+        function = self._specs[name]
+        where = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
+        return f"Reward rewards.{name} ({where})"
+
+
+def overlong_penalties(lengths: Sequence[int], limit: int, buffer: int, penalty: float = 1.0) -> list[float]:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), in tokens.
+
+    R_len = 0 for |y| <= limit - buffer; ((limit - buffer) - |y|) / buffer up to the limit; -1 beyond; times `penalty`.
+    """
+    return [-penalty * min(max(length - (limit - buffer), 0) / buffer, 1.0) + 0.0 for length in lengths]
+
+
+def _chunks(rows: Rows, count: int) -> list[Rows]:
+    """At most `count` runs of whole groups, of about equal numbers of rows."""
+    chunks: list[Rows] = []
+    start = stop = 0
+    for group in rows.groups():
+        stop += len(group)
+        if stop * count >= (len(chunks) + 1) * len(rows):
+            chunks.append(rows.slice(start, stop))
+            start = stop
+    return chunks
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    scores = [value for value in values if value is not None]
+    return sum(scores) if len(scores) == len(values) else None
