@@ -1,10 +1,12 @@
 """Prompts: templates, system turns, suffixes, length limits."""
 
-import jinja2
+import string
+
 import pytest
 
 from cispo_jax.config import ConfigError, DataSettings
 from cispo_jax.data import Prompter
+from cispo_jax.data.tokenizers import character_tokenizer
 
 # What SmolLM2's template does: a system turn of its own if the messages start with none.
 SMOLLM2 = (
@@ -18,21 +20,11 @@ EXAMPLE = {"id": "e", "prompt": "What is 2 + 2?", "answer": "4"}
 CHAT = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 
 
-class Letters:
+def prompter(chat_template=SMOLLM2, /, bos_token="", **settings):
     """One token a character."""
-
-    def __init__(self, chat_template=SMOLLM2):
-        self.chat_template = chat_template
-
-    def encode(self, text):
-        return [ord(letter) for letter in text]
-
-    def render(self, messages, **kwargs):
-        return jinja2.Template(self.chat_template).render(messages=messages, add_generation_prompt=True, **kwargs)
-
-
-def prompter(chat_template=SMOLLM2, /, **settings):
-    return Prompter(DataSettings(**settings), Letters(chat_template))
+    tokenizer = character_tokenizer("".join(sorted({*string.printable, *str(EXAMPLE), "\u221a"})))
+    tokenizer.chat_template, tokenizer.special_tokens = chat_template, {"bos_token": bos_token}
+    return Prompter(DataSettings(**settings), tokenizer)
 
 
 def test_chat_has_no_system_turn_unless_asked():
@@ -40,7 +32,7 @@ def test_chat_has_no_system_turn_unless_asked():
     assert prompter(system_prompt="Be brief.").text(EXAMPLE) == "<|im_start|>system\nBe brief.<|im_end|>\n" + CHAT
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert prompter(system_prompt=default).text(EXAMPLE) == f"<|im_start|>system\n{default}<|im_end|>\n{CHAT}"
-    assert prompter().encode(EXAMPLE) == [ord(letter) for letter in CHAT]
+    assert len(prompter().encode(EXAMPLE)) == len(CHAT)
 
 
 def test_only_a_leading_system_turn_is_cut():
@@ -50,11 +42,11 @@ def test_only_a_leading_system_turn_is_cut():
     assert prompter(plain).text(EXAMPLE) == "[user] What is 2 + 2?\n[assistant]"
     without = SMOLLM2.replace("loop.first and", "false and")
     assert prompter(without).text(quoting).startswith("<|im_start|>user\nExplain <|im_start|>system\nthis")
-    assert prompter("<s>" + SMOLLM2).text(EXAMPLE) == "<s>" + CHAT
+    assert prompter("{{ bos_token }}" + SMOLLM2, bos_token="<s>").text(EXAMPLE) == "<s>" + CHAT
 
 
 def test_template_kwargs_reach_the_template():
-    template = SMOLLM2 + "{% if not thinking %}<think>\n</think>\n{% endif %}"
+    template = SMOLLM2.removesuffix("{% endif %}") + "{% if not thinking %}<think>\n</think>\n{% endif %}{% endif %}"
     assert prompter(template, template_kwargs={"thinking": False}).text(EXAMPLE) == CHAT + "<think>\n</think>\n"
     assert prompter(template, template_kwargs={"thinking": True}).text(EXAMPLE) == CHAT
 
@@ -86,8 +78,8 @@ def test_own_jinja_file(tmp_path):
 def test_own_jinja_file_is_sandboxed_and_checked(tmp_path):
     file = tmp_path / "t.jinja"
     for source, message in {
-        "{{ promt }}": r"t\.jinja fails on example 'e': 'promt' is undefined\. It may use: prompt, messages",
-        "{{ ''.__class__.__mro__ }}": r"fails on example 'e': .*unsafe",
+        "{{ promt }}": r"t\.jinja uses none of prompt, messages, example.*; it uses: promt\.",
+        "{{ prompt.__class__.__mro__ }}": r"t\.jinja, example 'e': .*unsafe",
         "{% if %}": r"t\.jinja, line 1: ",
     }.items():
         file.write_text(source)

@@ -5,22 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cispo_jax.config import ConfigError, DataSettings
 from cispo_jax.rewards.functions import did_you_mean
 
+if TYPE_CHECKING:  # a Prompter is handed its tokenizer; building one is what loads the tokenizers package
+    from cispo_jax.data.tokenizers import Tokenizer
+
 logger = logging.getLogger(__name__)
-
-
-class PromptTokenizer(Protocol):
-    """What prompts need of a tokenizer (`cispo_jax.data.tokenizers.Tokenizer`)."""
-
-    chat_template: str | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def render(self, messages: list[dict[str, str]], **kwargs: Any) -> str: ...
 
 
 class Prompter:
@@ -29,15 +22,15 @@ class Prompter:
     The problem's text is `example["prompt"]` followed by the suffix, on a new line unless the suffix begins with a
     space or a line break itself. Then the template:
       chat    the tokenizer's chat template with one user turn, and a system turn only if `system_prompt` is set: the
-              system turn that some ChatML templates add by themselves (SmolLM2, Qwen2.5) is cut out. To have it, write
+              system turn that some templates add by themselves (SmolLM2's, Qwen2.5's) is left out. To have it, write
               its text in `system_prompt`.
       raw     the text as it is.
       a path  a jinja file of one's own, given `prompt` (suffix included), `messages`, `system_prompt`, `example`,
-              `add_generation_prompt` (true) and `template_kwargs`. As everywhere in jinja, one line break at the end of
-              the file is dropped.
+              `add_generation_prompt` (true), the tokenizer's special tokens and `template_kwargs`. As everywhere in
+              jinja, one line break at the end of the file is dropped and an unknown name is empty text.
     """
 
-    def __init__(self, settings: DataSettings, tokenizer: PromptTokenizer):
+    def __init__(self, settings: DataSettings, tokenizer: Tokenizer):
         self._settings = settings
         self._tokenizer = tokenizer
         template = settings.template
@@ -49,7 +42,7 @@ class Prompter:
             )
         if settings.long_prompts not in ("refuse", "filter"):
             raise ConfigError(f"data.long_prompts={settings.long_prompts!r} is neither refuse nor filter.")
-        self._file = None if template in ("chat", "raw") else _load_template(template)
+        self._source = None if template in ("chat", "raw") else _read_template(template)
 
     def text(self, example: dict[str, Any]) -> str:
         """The prompt as text, special tokens included."""
@@ -61,11 +54,17 @@ class Prompter:
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
         messages.append({"role": "user", "content": prompt})
         kwargs = dict(settings.template_kwargs)
-        if self._file is None:
-            text = self._tokenizer.render(messages, **kwargs)
-            return text if settings.system_prompt else _without_system_turn(text)
+        if self._source is None:
+            render = self._tokenizer.render if settings.system_prompt else self._tokenizer.render_without_default_system
+            return render(messages, **kwargs)
+        from cispo_jax.data.tokenizers import render_template
+
         names = {"prompt": prompt, "messages": messages, "system_prompt": settings.system_prompt, "example": example}
-        return _render(self._file, settings.template, {**names, "add_generation_prompt": True, **kwargs})
+        variables = {**self._tokenizer.special_tokens, "add_generation_prompt": True, **names, **kwargs}
+        try:
+            return render_template(self._source, **variables)
+        except ConfigError as error:
+            raise ConfigError(f"data.template={settings.template}, example {example.get('id')!r}: {error}") from error
 
     def encode(self, example: dict[str, Any]) -> list[int]:
         """The prompt as token ids."""
@@ -95,17 +94,9 @@ class Prompter:
         return [examples[index] for index in kept]
 
 
-def _without_system_turn(text: str) -> str:
-    """Cuts the system turn that a ChatML template puts first by itself; other text is returned as it is."""
-    head, start, rest = text.partition("<|im_start|>system\n")
-    if not start or "<|im_start|>" in head:  # a user's text that quotes the tag comes after its own turn began
-        return text
-    return head + rest.partition("<|im_end|>\n")[2]
-
-
-def _load_template(path: str) -> Any:
+def _read_template(path: str) -> str:
     import jinja2
-    import jinja2.sandbox
+    import jinja2.meta
 
     file = Path(path).expanduser()
     if not file.is_file():
@@ -113,22 +104,15 @@ def _load_template(path: str) -> Any:
             f"data.template={path!r}: {did_you_mean(path, ['chat', 'raw'])}It must be chat, raw or the path of a jinja "
             f"file, and there is no file {file.resolve()}."
         )
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    source = file.read_text(encoding="utf-8")
     try:
-        return environment.from_string(file.read_text(encoding="utf-8"))
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"data.template={path}, line {error.lineno}: {error.message}.") from error
-
-
-def _render(template: Any, path: str, names: dict[str, Any]) -> str:
-    import jinja2
-
-    try:
-        return template.render(**names)
-    except jinja2.TemplateError as error:
+    used = sorted(jinja2.meta.find_undeclared_variables(tree))
+    if not {"prompt", "messages", "example"} & set(used):  # else a typo would give every problem the same prompt
         raise ConfigError(
-            f"data.template={path} fails on example {names['example'].get('id')!r}: {error}. "
-            f"It may use: {', '.join(names)}."
-        ) from error
+            f"data.template={path} uses none of prompt, messages, example, so that every prompt would be the same; it "
+            f"uses: {', '.join(used) or 'no variable'}."
+        )
+    return source
