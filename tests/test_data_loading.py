@@ -148,10 +148,10 @@ def test_two_processes_may_generate_the_same_set(small, monkeypatch):
 def test_a_broken_or_unwritable_directory_is_refused(small, tmp_path):
     path = load(DataSettings(**small)).description.split("; in ")[1]
     os.remove(f"{path}/dataset_info.json")
-    with pytest.raises(ConfigError, match=r"data\.directory: .* is no finished data set"):
+    with pytest.raises(ConfigError, match=r"config\.data\.directory: .* is no finished data set"):
         load(DataSettings(**small))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"data\.directory: the data set cannot be written"):
+    with pytest.raises(ConfigError, match=r"config\.data\.directory: the data set cannot be written"):
         load(DataSettings(**{**small, "directory": str(tmp_path / "file")}))
 
 
@@ -240,7 +240,7 @@ def test_evaluation_file(tmp_path):
     assert (len(problems.train), len(problems.evaluation)) == (8, 6)
     assert "6 duplicates dropped from" in problems.description
     assert "2 training problems dropped because they are evaluated" in problems.description
-    with pytest.raises(ConfigError, match=r"data\.eval_source=.* holds every prompt of data\.source"):
+    with pytest.raises(ConfigError, match=r"config\.data\.eval_source=.* holds every prompt of config\.data\.source"):
         load(DataSettings(source=source, eval_source=source))
     assert len(load(DataSettings(source=source, eval_source=evaluation, eval_size=2)).evaluation) == 2
 
@@ -249,7 +249,7 @@ def test_generated_training_with_an_evaluation_file(small, tmp_path):
     evaluation = write_jsonl(tmp_path / "eval.jsonl", rows(6))
     problems = load(DataSettings(**{**small, "eval_source": evaluation}))
     assert (len(problems.train), len(problems.evaluation)) == (40, 6)
-    with pytest.raises(ConfigError, match=r"data\.eval_source=.*cannot be scored by reasoning_gym:chain_sum"):
+    with pytest.raises(ConfigError, match=r"config\.data\.eval_source=.*cannot be scored by reasoning_gym:chain_sum"):
         load(DataSettings(**{**small, "options": {}, "source": "reasoning_gym:chain_sum", "eval_source": evaluation}))
 
 
@@ -257,8 +257,8 @@ def test_generated_training_with_an_evaluation_file(small, tmp_path):
     ("content", "message"),
     [
         ('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answr": 2}',
-         r"line 2 has no field 'answer' \(data\.answer_field\)\. Did you mean answr\? It has: prompt, answr"),
-        ('{"promt": "a", "answer": 1}', r"line 1 has no field 'prompt' \(data\.prompt_field\)\. Did you mean promt\?"),
+         r"line 2 has no field 'answer' \(config\.data\.answer_field\)\. Did you mean .answr.\? It has: prompt, answr"),
+        ('{"promt": "a", "answer": 1}', r"line 1 has no field 'prompt' \(config\.data\.prompt_field\)\. Did you .* .promt."),
         ('{"prompt": "a", "answer": 1}\n\n{"prompt": "b",', r"line 3 is not JSON .*: '\{\"prompt\": \"b\",'"),
         ('["a", 1]', r"line 1 is a JSON list, not an object"),
         ('{"prompt": "a", "answer": 1}\n{"prompt": "a", "answer": 2}',
@@ -277,7 +277,7 @@ def test_bad_files_are_refused_by_line_and_field(tmp_path, content, message):
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=message) as caught:
         load(DataSettings(source=str(tmp_path / "bad.jsonl")))
-    assert str(caught.value).startswith("data.source=") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("config.data.source=") and "\n" not in str(caught.value)
 
 
 def test_files_that_are_not_there_or_not_what_they_seem(tmp_path):
@@ -285,7 +285,7 @@ def test_files_that_are_not_there_or_not_what_they_seem(tmp_path):
     (tmp_path / "fake.parquet").write_text("not parquet")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9", "answer": 1}')
     for name, message in {
-        "trian.jsonl": r"there is no such file\. Did you mean train\.jsonl.* holds: ",
+        "trian.jsonl": r"there is no such file\. Did you mean .train\.jsonl..* holds: ",
         "nowhere/x.jsonl": r"there is no such file\. .*nowhere holds no such file",
         "train.csv": r"the name must end in \.jsonl or \.parquet",
         "fake.parquet": r"cannot be read as Parquet",
@@ -298,11 +298,11 @@ def test_files_that_are_not_there_or_not_what_they_seem(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "arithmetics"}, r"data\.source='arithmetics' is none of: arithmetic.*Did you mean arithmetic"),
-        ({"source": ""}, r"data\.source='' is none of"),
-        ({"train_size": 0}, r"data\.train_size=0 must be at least 1"),
-        ({"eval_size": 0}, r"data\.eval_size=0 must be at least 1"),
-        ({"source": "x.jsonl", "options": {"a": 1}}, r"data\.options=\{'a': 1\} is for generated problems"),
+        ({"source": "arithmetics"}, r"config\.data\.source='arithmetics' is none of: .*Did you mean .arithmetic."),
+        ({"source": ""}, r"config\.data\.source='' is none of"),
+        ({"train_size": 0}, r"config\.data\.train_size=0 must be at least 1"),
+        ({"eval_size": 0}, r"config\.data\.eval_size=0 must be at least 1"),
+        ({"source": "x.jsonl", "options": {"a": 1}}, r"config\.data\.options=\{'a': 1\} is for generated problems"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(settings, message):

@@ -90,16 +90,16 @@ def test_own_jinja_file_is_sandboxed_and_checked(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"template": "chta"}, r"data\.template='chta': Did you mean chat\? It must be chat, raw or the path"),
+        ({"template": "chta"}, r"config\.data\.template='chta' must be chat, raw or the path.*Did you mean .chat.\?"),
         ({"template": "no/such.jinja"}, r"there is no file .*no/such\.jinja"),
-        ({"template": "raw", "system_prompt": "x"}, r"data\.template=raw has no place for data\.system_prompt"),
-        ({"long_prompts": "cut"}, r"data\.long_prompts='cut' is neither refuse nor filter"),
+        ({"template": "raw", "system_prompt": "x"}, r"config\.data\.template=raw has no place for system_prompt"),
+        ({"long_prompts": "cut"}, r"config\.data\.long_prompts='cut' is neither refuse nor filter"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         prompter(**settings)
-    with pytest.raises(ConfigError, match=r"data\.template=chat, but this tokenizer has no chat template"):
+    with pytest.raises(ConfigError, match=r"config\.data\.template=chat, but this tokenizer has no chat template"):
         prompter(None)
 
 
@@ -109,7 +109,7 @@ def test_long_prompts_are_refused_or_filtered_never_cut(caplog):
     assert len(prompter().encode(long)) == 558
     examples = [EXAMPLE, long, {**EXAMPLE, "id": "f"}]
     message = (
-        r"data\.source: 1 of 3 prompts are longer than data\.max_prompt_tokens=512 after templating; "
+        r"config\.data\.source: 1 of 3 prompts are longer than config\.data\.max_prompt_tokens=512 after templating; "
         r"the longest \('long'\) has 558"
     )
     with pytest.raises(ConfigError, match=message):
@@ -120,8 +120,8 @@ def test_long_prompts_are_refused_or_filtered_never_cut(caplog):
     assert prompter(max_prompt_tokens=558).check(examples) is examples
     with pytest.raises(ConfigError, match="3 of 3 prompts"):
         prompter(max_prompt_tokens=5, long_prompts="filter").check(examples)
-    with pytest.raises(ConfigError, match=r"data\.eval_source: 1 of 1"):
-        prompter(max_prompt_tokens=5).check([EXAMPLE], "data.eval_source")
+    with pytest.raises(ConfigError, match=r"config\.data\.eval_source: 1 of 1"):
+        prompter(max_prompt_tokens=5).check([EXAMPLE], "config.data.eval_source")
 
 
 def test_a_prompt_without_tokens_is_refused():

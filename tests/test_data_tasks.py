@@ -59,7 +59,7 @@ def test_a_leak_is_noticed():
 
 def test_a_range_too_small_is_refused_with_its_options():
     with pytest.raises(
-        ConfigError, match=r"data\.eval_size=256.*min_value=2, max_value=9, terms=2.*36 sets of operands"
+        ConfigError, match=r"config\.data\.eval_size=256.*min_value=2, max_value=9, terms=2.*36 sets of operands"
     ):
         arithmetic(ArithmeticOptions(max_value=9), train_size=1000, eval_size=256, seed=0)
 
@@ -116,16 +116,16 @@ def test_columns_spell_the_result():
     [
         (
             {"max_vlaue": 3},
-            r"data\.options\.max_vlaue is not an option of arithmetic\. Did you mean max_value.*min_value=2",
+            r"config\.data\.options\.max_vlaue is not an option of arithmetic\. Did you mean .max_value..*min_value=2",
         ),
-        ({"max_value": "30"}, r"data\.options\.max_value='30' must be of type int"),
-        ({"allow_negative": 1}, r"data\.options\.allow_negative=1 must be of type bool"),
-        ({"operations": "+*"}, r"data\.options\.operations='\+\*' must be"),
-        ({"max_value": 1}, r"data\.options\.max_value=1 must be at least data\.options\.min_value=2"),
-        ({"min_value": -1}, r"data\.options\.min_value=-1 must be at least 0"),
-        ({"terms": 5}, r"data\.options\.terms=5 must be 2, 3 or 4"),
-        ({"wording": "What?"}, r"data\.options\.wording='What\?' must be a text that contains \{expression\}"),
-        ({"style": "long"}, r"data\.options\.style='long' must be plain or steps"),
+        ({"max_value": "30"}, r"config\.data\.options\.max_value='30' must be of type int"),
+        ({"allow_negative": 1}, r"config\.data\.options\.allow_negative=1 must be of type bool"),
+        ({"operations": "+*"}, r"config\.data\.options\.operations='\+\*' must be"),
+        ({"max_value": 1}, r"config\.data\.options\.max_value=1 must be at least config\.data\.options\.min_value=2"),
+        ({"min_value": -1}, r"config\.data\.options\.min_value=-1 must be at least 0"),
+        ({"terms": 5}, r"config\.data\.options\.terms=5 must be 2, 3 or 4"),
+        ({"wording": "What?"}, r"config\.data\.options\.wording='What\?' must be a text that contains \{expression\}"),
+        ({"style": "long"}, r"config\.data\.options\.style='long' must be plain or steps"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -152,7 +152,7 @@ def test_reasoning_gym_with_too_few_questions_gives_what_there_is_or_refuses():
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     made = tasks.reasoning_gym("chain_sum", options, train_size=1000, eval_size=30, seed=0)
     assert len(made.train) == 170
-    with pytest.raises(ConfigError, match=r"only 200 different questions.*data\.eval_size=120"):
+    with pytest.raises(ConfigError, match=r"only 200 different questions.*config\.data\.eval_size=120"):
         tasks.reasoning_gym("chain_sum", options, train_size=1000, eval_size=120, seed=0)
     # A small training set is no reason to refuse.
     assert len(tasks.reasoning_gym("chain_sum", options, train_size=10, eval_size=120, seed=0).evaluation) == 120
@@ -161,13 +161,13 @@ def test_reasoning_gym_with_too_few_questions_gives_what_there_is_or_refuses():
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("chain_sums", {}, r"reasoning_gym:chain_sums: there is no such task\. Did you mean chain_sum"),
+        ("chain_sums", {}, r"reasoning_gym:chain_sums: there is no such task\. Did you mean .chain_sum."),
         (
             "chain_sum",
             {"max_term": 3},
-            r"data\.options\.max_term is not an option of chain_sum\. Did you mean .*max_terms=6",
+            r"config\.data\.options\.max_term is not an option of chain_sum\. Did you mean .*max_terms=6",
         ),
-        ("chain_sum", {"seed": 3}, r"data\.options\.seed is set by data\.seed"),
+        ("chain_sum", {"seed": 3}, r"config\.data\.options\.seed is set by config\.data\.seed"),
         ("chain_sum", {"min_terms": 9}, r"min_terms=9.*max_terms must be >= min_terms"),
         ("chain_sum", {"min_terms": "two"}, r"min_terms='two'.*are refused"),
         ("propositional_logic", {}, r"propositional_logic: none of its first answers gets full marks"),

@@ -54,8 +54,8 @@ def test_a_file_may_define_dataclasses(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("{dir}/my_rewards.py:shrt", r"has no shrt\. Did you mean short\? It defines: short, lenient, old_style\."),
-        ("{dir}/my_reward.py:short", r"there is no file .*my_reward\.py\. Did you mean my_rewards\.py"),
+        ("{dir}/my_rewards.py:shrt", r"has no shrt\. Did you mean .short.\? It defines: short, lenient, old_style\."),
+        ("{dir}/my_reward.py:short", r"there is no file .*my_reward\.py\. Did you mean .my_rewards\.py."),
         ("{dir}/nowhere/r.py:short", r"there is no file .*nowhere does not exist"),
         ("{dir}/my_rewards.py:LIMIT", r"LIMIT is a int, not a function"),
         (
@@ -70,8 +70,8 @@ def test_a_file_may_define_dataclasses(tmp_path):
 )
 def test_errors_name_the_setting_and_what_is_there(file, spec, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve(spec.format(dir=file.parent), "rewards.mine")
-    assert str(caught.value).startswith("rewards.mine=")
+        resolve(spec.format(dir=file.parent), "config.rewards.mine")
+    assert str(caught.value).startswith("config.rewards.mine=")
     assert "\n" not in str(caught.value)
 
 

@@ -74,7 +74,7 @@ def test_none_and_nan_are_unscored_whatever_the_other_parts_say():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0], r"rewards\.bad \(<lambda>\) returned 1 values for 6 responses"),
+        ([1.0], r"config\.rewards\.bad \(<lambda>\) returned 1 values for 6 responses"),
         (None, r"returned None"),
         (1.0, r"returned 1\.0 \(float\); a reward returns a list"),
         ("111111", r"returned '111111' \(str\)"),
@@ -98,7 +98,10 @@ def test_a_failing_example_costs_its_group_and_is_named(caplog):
     assert parts["fragile"] == [1.0, 1.0, None, None, 1.0, 1.0]
     assert total == [2.0, 1.0, None, None, 2.0, 1.0]
     assert scorer.failed == {"fragile": 2}
-    assert "2 of 6 responses left unscored: Reward rewards.fragile (fragile) raised ZeroDivisionError" in caplog.text
+    assert (
+        "2 of 6 responses left unscored: Reward config.rewards.fragile (fragile) raised ZeroDivisionError"
+        in caplog.text
+    )
     assert "example 'b'" in caplog.text and "test_rewards_scorer.py:" in caplog.text
     # Once it has worked, a batch on which all fails is counted, too, not fatal ...
     assert scorer(RESPONSES[2:4], EXAMPLES[2:4], ["stop"] * 2, [1, 1])[0] == [None, None]
@@ -116,7 +119,7 @@ def test_a_typo_in_a_field_gets_the_list_of_fields():
             ]
         }
     )
-    with pytest.raises(RewardError, match=r"no field 'answr'\. Did you mean answer\? It has: id, answer") as caught:
+    with pytest.raises(RewardError, match=r"no field 'answr'\. Did you mean .answer.\? It has: id, answer") as caught:
         scorer.check(EXAMPLES[0])
     assert "trial call before training" in str(caught.value) and "\n" not in str(caught.value)
     Scorer({"fine": exact_match}).check(EXAMPLES[0])
@@ -125,14 +128,17 @@ def test_a_typo_in_a_field_gets_the_list_of_fields():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "yes"}, r"rewards\.task='yes' is not one of auto, on, off"),
-        ({"task": "off"}, r"rewards\.task=off and no function named"),
-        ({"functions": {"overlong": "cispo_jax.rewards:exact_match"}}, r"rewards\.overlong=.*built-in"),
-        ({"functions": {"x": "cispo_jax.rewards:nothing"}}, r"rewards\.x=cispo_jax\.rewards:nothing: .*has no nothing"),
-        ({"workers": -1}, r"rewards\.workers=-1"),
-        ({"overlong_buffer": 9}, r"rewards\.overlong_buffer=9 .*sampling\.max_new_tokens=8"),
-        ({"overlong_buffer": -1}, r"rewards\.overlong_buffer=-1"),
-        ({"overlong_penalty": -1.0}, r"rewards\.overlong_penalty=-1\.0"),
+        ({"task": "yes"}, r"config\.rewards\.task='yes' is not one of auto, on, off"),
+        ({"task": "off"}, r"config\.rewards\.task=off and no function named"),
+        ({"functions": {"overlong": "cispo_jax.rewards:exact_match"}}, r"config\.rewards\.overlong=.*built-in"),
+        (
+            {"functions": {"x": "cispo_jax.rewards:nothing"}},
+            r"config\.rewards\.x=cispo_jax\.rewards:nothing: .*has no nothing",
+        ),
+        ({"workers": -1}, r"config\.rewards\.workers=-1"),
+        ({"overlong_buffer": 9}, r"config\.rewards\.overlong_buffer=9 .*config\.sampling\.max_new_tokens=8"),
+        ({"overlong_buffer": -1}, r"config\.rewards\.overlong_buffer=-1"),
+        ({"overlong_penalty": -1.0}, r"config\.rewards\.overlong_penalty=-1\.0"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
@@ -224,10 +230,12 @@ def test_a_worker_that_dies_costs_its_rows_and_is_replaced(tmp_path):
 def test_errors_of_workers_reach_the_user(tmp_path):
     path = write(tmp_path, WORKER_REWARDS)
     settings = RewardSettings(functions={"w": f"{path}:wrong"}, workers=1)
-    message = r"rewards\.w \(.*:wrong\) returned 1 values for 6 responses"
+    message = r"config\.rewards\.w \(.*:wrong\) returned 1 values for 6 responses"
     with build(settings, None, max_new_tokens=8) as scorer, pytest.raises(RewardError, match=message):
         scorer(*BATCH)
-    with pytest.raises(ConfigError, match=r"rewards\.workers > 0 needs functions that another process can import"):
+    with pytest.raises(
+        ConfigError, match=r"config\.rewards\.workers > 0 needs functions that another process can import"
+    ):
         Scorer({"local": lambda responses, **_: []}, workers=1)
 
 

@@ -28,6 +28,11 @@ from cispo_jax.rewards import ReasoningGymScorer, exact_match, extract_answer, v
         ("0", "-0", "right"),
         ("7", "+7", "right"),
         ("0.5", ".5", "right"),
+        ("2.9e1", "29", "right"),
+        ("0.0017", "it is 1.7e-3.", "right"),
+        ("1000", "1E3", "right"),
+        ("5", "0x1e5f or 5", "right"),
+        ("3", "1e99999 is not 3", "right"),
         ("0.3", "0.30000000000000004", "wrong number"),
         ("12345678901234567890", "12345678901234567891", "wrong number"),
         # Commas that are not thousands marks.

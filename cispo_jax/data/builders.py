@@ -115,12 +115,16 @@ def _prepare(kind: type[CispoProblems], config: ProblemsConfig, directory: str) 
         builder = kind(config=config, data_dir=directory or None, file_format="array_record")
         path = epath.Path(builder.data_path)
         if path.exists() and not (path / "dataset_info.json").exists():
-            raise ConfigError(f"data.directory: {path} is no finished data set (was it copied in part?). Delete it.")
+            raise ConfigError(
+                f"config.data.directory: {path} is no finished data set (was it copied in part?). Delete it."
+            )
         try:
             builder.download_and_prepare()
         except OSError as error:
             if not (path / "dataset_info.json").exists():
-                raise ConfigError(f"data.directory: the data set cannot be written to {path}: {error}.") from error
+                raise ConfigError(
+                    f"config.data.directory: the data set cannot be written to {path}: {error}."
+                ) from error
             # Another process finished the same set meanwhile: read that one.
             builder = kind(config=config, data_dir=directory or None, file_format="array_record")
         return builder

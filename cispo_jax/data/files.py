@@ -12,8 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from cispo_jax.config import ConfigError, DataSettings
-from cispo_jax.rewards.functions import did_you_mean
+from cispo_jax.config import ConfigError, DataSettings, suggest
 from cispo_jax.rewards.scoring import number_value
 
 Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), its fields
@@ -45,7 +44,7 @@ def read(path: str, settings: DataSettings, setting: str) -> FileProblems:
     if not file.is_file():
         names = [near.name for near in file.parent.iterdir() if near.suffix in readers] if file.parent.is_dir() else []
         there = f"{file.parent} holds: {', '.join(sorted(names))}." if names else f"{file.parent} holds no such file."
-        raise ConfigError(f"{setting}={path}: there is no such file. {did_you_mean(file.name, names)}{there}")
+        raise ConfigError(f"{setting}={path}: there is no such file.{suggest(file.name, names)} {there}")
     examples: dict[str, dict[str, Any]] = {}
     first_seen: dict[str, str] = {}
     by_id: dict[str, str] = {}
@@ -111,7 +110,7 @@ def _example(row: dict[str, Any], settings: DataSettings, where: str) -> dict[st
         if field not in row:
             names = list(row)
             raise ConfigError(
-                f"{where} has no field {field!r} (data.{name}_field). {did_you_mean(field, names)}"
+                f"{where} has no field {field!r} (config.data.{name}_field).{suggest(field, names)} "
                 f"It has: {', '.join(names) or 'no field at all'}."
             )
         example[name] = _text(row[field], f"{where}, field {field!r}")

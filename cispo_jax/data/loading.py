@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cispo_jax.config import ConfigError, DataSettings
+from cispo_jax.config import ConfigError, DataSettings, suggest
 from cispo_jax.data import files
 from cispo_jax.data.tasks import ArithmeticOptions, options_from
 from cispo_jax.rewards import scoring
-from cispo_jax.rewards.functions import did_you_mean
 
 Example = dict[str, Any]
 GYM = "reasoning_gym:"
@@ -50,14 +49,14 @@ def load(settings: DataSettings) -> Problems:
     """
     for name in ("train_size", "eval_size"):
         if getattr(settings, name) < 1:
-            raise ConfigError(f"data.{name}={getattr(settings, name)} must be at least 1.")
+            raise ConfigError(f"config.data.{name}={getattr(settings, name)} must be at least 1.")
     if settings.source == "arithmetic" or settings.source.startswith(GYM):
         return _generated(settings)
     if "/" in settings.source or "." in settings.source:
         return _from_file(settings)
     raise ConfigError(
-        f"data.source={settings.source!r} is none of: arithmetic, {GYM}TASK, a .jsonl or .parquet file. "
-        f"{did_you_mean(settings.source, ['arithmetic', GYM])}".rstrip()
+        f"config.data.source={settings.source!r} is none of: arithmetic, {GYM}TASK, a .jsonl or .parquet file."
+        + suggest(settings.source, ["arithmetic", GYM])
     )
 
 
@@ -67,7 +66,7 @@ def _generated(settings: DataSettings) -> Problems:
         from cispo_jax.data import builders
     except ImportError as error:
         raise ConfigError(
-            f"data.source={settings.source} needs TFDS ({error}): pip install 'cispo-jax[train]'."
+            f"config.data.source={settings.source} needs TFDS ({error}): pip install 'cispo-jax[train]'."
         ) from error
 
     sizes = {"train_size": settings.train_size, "eval_size": settings.eval_size, "seed": settings.seed}
@@ -79,8 +78,8 @@ def _generated(settings: DataSettings) -> Problems:
     else:
         if settings.eval_source:
             raise ConfigError(
-                f"data.eval_source={settings.eval_source} cannot be scored by {settings.source}, whose scorer needs "
-                "its own items. Leave it empty: problems of the task are held out."
+                f"config.data.eval_source={settings.eval_source} cannot be scored by {settings.source}, whose "
+                "scorer needs its own items. Leave it empty: problems of the task are held out."
             )
         task = settings.source.removeprefix(GYM)
         builder = builders.reasoning_gym(task, dict(settings.options), settings.directory, **sizes)
@@ -89,7 +88,7 @@ def _generated(settings: DataSettings) -> Problems:
     train, evaluation = (Records(builder.as_data_source(split)) for split in ("train", "evaluation"))
     notes = [f"{count:,} {what} dropped" for what, count in builder.info.metadata.items() if count]
     if len(train) < settings.train_size:
-        notes.append(f"data.train_size={settings.train_size:,} reduced: these are all there are")
+        notes.append(f"config.data.train_size={settings.train_size:,} reduced: these are all there are")
     notes.append(f"in {builder.data_path}")
     if settings.eval_source:
         return _with_eval_file(settings, list(train), notes)
@@ -99,17 +98,19 @@ def _generated(settings: DataSettings) -> Problems:
 def _from_file(settings: DataSettings) -> Problems:
     if settings.options:
         raise ConfigError(
-            f"data.options={dict(settings.options)} is for generated problems; {settings.source} takes none."
+            f"config.data.options={dict(settings.options)} is for generated problems; {settings.source} takes none."
         )
-    found = files.read(settings.source, settings, "data.source")
+    found = files.read(settings.source, settings, "config.data.source")
     notes = [f"{found.duplicates:,} duplicates dropped"] if found.duplicates else []
     if settings.eval_source:
         return _with_eval_file(settings, found.examples, notes)
     count = min(settings.eval_size, max(1, len(found.examples) // 5))
     if len(found.examples) < 2:
-        raise ConfigError(f"data.source={settings.source} holds one problem; training and evaluation need one each.")
+        raise ConfigError(
+            f"config.data.source={settings.source} holds one problem; training and evaluation need one each."
+        )
     if count < settings.eval_size:
-        notes.append(f"data.eval_size={settings.eval_size} reduced to a fifth of the file")
+        notes.append(f"config.data.eval_size={settings.eval_size} reduced to a fifth of the file")
     # By the prompt's own hash: adding or moving rows moves no other row between the splits' candidates.
     by_hash = sorted(found.examples, key=lambda example: _hash(settings.seed, example["prompt"]))
     evaluation, held_out = by_hash[:count], {example["prompt"] for example in by_hash[:count]}
@@ -119,13 +120,14 @@ def _from_file(settings: DataSettings) -> Problems:
 
 
 def _with_eval_file(settings: DataSettings, train: list[Example], notes: list[str]) -> Problems:
-    found = files.read(settings.eval_source, settings, "data.eval_source")
+    found = files.read(settings.eval_source, settings, "config.data.eval_source")
     evaluation = found.examples[: settings.eval_size]
     prompts = {example["prompt"] for example in evaluation}
     kept = [example for example in train if example["prompt"] not in prompts]
     if not kept:
         raise ConfigError(
-            f"data.eval_source={settings.eval_source} holds every prompt of data.source={settings.source}."
+            f"config.data.eval_source={settings.eval_source} holds every prompt of "
+            f"config.data.source={settings.source}."
         )
     if found.duplicates:
         notes.append(f"{found.duplicates:,} duplicates dropped from {settings.eval_source}")

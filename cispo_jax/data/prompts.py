@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cispo_jax.config import ConfigError, DataSettings
-from cispo_jax.rewards.functions import did_you_mean
+from cispo_jax.config import ConfigError, DataSettings, suggest
 
 if TYPE_CHECKING:  # a Prompter is handed its tokenizer; building one is what loads the tokenizers package
     from cispo_jax.data.tokenizers import Tokenizer
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Prompter:
-    """Builds prompts as `data.template`, `data.system_prompt`, `data.prompt_suffix` and `data.template_kwargs` say.
+    """Builds prompts as the `data` settings say: template, system_prompt, prompt_suffix, template_kwargs.
 
     The problem's text is `example["prompt"]` followed by the suffix, on a new line unless the suffix begins with a
     space or a line break itself. Then the template:
@@ -35,13 +34,13 @@ class Prompter:
         self._tokenizer = tokenizer
         template = settings.template
         if template == "chat" and tokenizer.chat_template is None:
-            raise ConfigError("data.template=chat, but this tokenizer has no chat template; use raw or a .jinja file.")
-        if template == "raw" and (settings.system_prompt or settings.template_kwargs):
             raise ConfigError(
-                "data.template=raw has no place for data.system_prompt or data.template_kwargs; unset them."
+                "config.data.template=chat, but this tokenizer has no chat template; use raw or a .jinja file."
             )
+        if template == "raw" and (settings.system_prompt or settings.template_kwargs):
+            raise ConfigError("config.data.template=raw has no place for system_prompt or template_kwargs; unset them.")
         if settings.long_prompts not in ("refuse", "filter"):
-            raise ConfigError(f"data.long_prompts={settings.long_prompts!r} is neither refuse nor filter.")
+            raise ConfigError(f"config.data.long_prompts={settings.long_prompts!r} is neither refuse nor filter.")
         self._source = None if template in ("chat", "raw") else _read_template(template)
 
     def text(self, example: dict[str, Any]) -> str:
@@ -64,17 +63,19 @@ class Prompter:
         try:
             return render_template(self._source, **variables)
         except ConfigError as error:
-            raise ConfigError(f"data.template={settings.template}, example {example.get('id')!r}: {error}") from error
+            raise ConfigError(
+                f"config.data.template={settings.template}, example {example.get('id')!r}: {error}"
+            ) from error
 
     def encode(self, example: dict[str, Any]) -> list[int]:
         """The prompt as token ids."""
         return self._tokenizer.encode(self.text(example))
 
-    def check(self, examples: Sequence[dict[str, Any]], name: str = "data.source") -> Sequence[dict[str, Any]]:
-        """The examples whose prompt fits `data.max_prompt_tokens` after templating; nothing is ever cut.
+    def check(self, examples: Sequence[dict[str, Any]], name: str = "config.data.source") -> Sequence[dict[str, Any]]:
+        """The examples whose prompt fits `config.data.max_prompt_tokens` after templating; nothing is ever cut.
 
         Raises:
-          ConfigError: a prompt is too long and `data.long_prompts=refuse`, none fits, or a prompt has no token.
+          ConfigError: a prompt is too long and `config.data.long_prompts=refuse`, none fits, or a prompt has no token.
         """
         limit = self._settings.max_prompt_tokens
         lengths = [len(self.encode(example)) for example in examples]
@@ -85,11 +86,14 @@ class Prompter:
             return examples
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         problem = (
-            f"{len(lengths) - len(kept)} of {len(lengths)} prompts are longer than data.max_prompt_tokens={limit} "
-            f"after templating; the longest ({examples[longest]['id']!r}) has {lengths[longest]} tokens"
+            f"{len(lengths) - len(kept)} of {len(lengths)} prompts are longer than "
+            f"config.data.max_prompt_tokens={limit} after templating; "
+            f"the longest ({examples[longest]['id']!r}) has {lengths[longest]} tokens"
         )
         if self._settings.long_prompts == "refuse" or not kept:
-            raise ConfigError(f"{name}: {problem}. Raise the limit or set data.long_prompts=filter to leave them out.")
+            raise ConfigError(
+                f"{name}: {problem}. Raise the limit or set config.data.long_prompts=filter to leave them out."
+            )
         logger.warning("%s: %s. They are left out.", name, problem)
         return [examples[index] for index in kept]
 
@@ -101,18 +105,18 @@ def _read_template(path: str) -> str:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(
-            f"data.template={path!r}: {did_you_mean(path, ['chat', 'raw'])}It must be chat, raw or the path of a jinja "
-            f"file, and there is no file {file.resolve()}."
+            f"config.data.template={path!r} must be chat, raw or the path of a jinja file, and there is no "
+            f"file {file.resolve()}.{suggest(path, ['chat', 'raw'])}"
         )
     source = file.read_text(encoding="utf-8")
     try:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"data.template={path}, line {error.lineno}: {error.message}.") from error
+        raise ConfigError(f"config.data.template={path}, line {error.lineno}: {error.message}.") from error
     used = sorted(jinja2.meta.find_undeclared_variables(tree))
     if not {"prompt", "messages", "example"} & set(used):  # else a typo would give every problem the same prompt
         raise ConfigError(
-            f"data.template={path} uses none of prompt, messages, example, so that every prompt would be the same; it "
-            f"uses: {', '.join(used) or 'no variable'}."
+            f"config.data.template={path} uses none of prompt, messages, example: every prompt would be the same; "
+            f"it uses: {', '.join(used) or 'no variable'}."
         )
     return source

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cispo_jax.config import ConfigError
-from cispo_jax.rewards.functions import did_you_mean
+from cispo_jax.config import ConfigError, suggest
 from cispo_jax.rewards.scoring import ReasoningGymScorer, import_reasoning_gym
 
 # Above so many combinations of operands, they are drawn instead of listed.
@@ -35,7 +34,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """`data.options` of the arithmetic task."""
+    """`config.data.options` of the arithmetic task."""
 
     operations: str = "+-"  # any of + and -
     min_value: int = 2  # operands, both ends included
@@ -47,14 +46,14 @@ class ArithmeticOptions:
 
     def __post_init__(self) -> None:
         def refuse(name: str, valid: str) -> None:
-            raise ConfigError(f"data.options.{name}={getattr(self, name)!r} must be {valid}.")
+            raise ConfigError(f"config.data.options.{name}={getattr(self, name)!r} must be {valid}.")
 
         if not self.operations or set(self.operations) - set("+-") or len(set(self.operations)) < len(self.operations):
             refuse("operations", "+, - or +-")
         if self.min_value < 0:
             refuse("min_value", "at least 0")
         if self.max_value < self.min_value:
-            refuse("max_value", f"at least data.options.min_value={self.min_value}")
+            refuse("max_value", f"at least config.data.options.min_value={self.min_value}")
         if not 2 <= self.terms <= 4:
             refuse("terms", "2, 3 or 4")
         if self.wording.count("{expression}") != 1:
@@ -69,12 +68,12 @@ def options_from(kind: type, options: Mapping[str, Any], task: str) -> Any:
     for name, value in options.items():
         if name not in fields:
             raise ConfigError(
-                f"data.options.{name} is not an option of {task}. {did_you_mean(name, list(fields))}"
+                f"config.data.options.{name} is not an option of {task}.{suggest(name, fields)} "
                 f"Its options: {', '.join(f'{key}={field.default!r}' for key, field in fields.items())}."
             )
         expected = type(fields[name].default)
         if type(value) is not expected:
-            raise ConfigError(f"data.options.{name}={value!r} must be of type {expected.__name__}.")
+            raise ConfigError(f"config.data.options.{name}={value!r} must be of type {expected.__name__}.")
     return kind(**options)
 
 
@@ -103,10 +102,10 @@ def arithmetic(options: ArithmeticOptions, *, train_size: int, eval_size: int, s
         split += itertools.islice(_arrangements(operands, options, rng), min(per_set, size - len(split)))
     if len(evaluation) < eval_size or not train or (total <= MAX_LISTED and 2 * held_out > total):
         raise ConfigError(
-            f"There are too few different problems to hold out data.eval_size={eval_size}: "
-            f"data.options.min_value={options.min_value}, max_value={options.max_value}, terms={options.terms} and "
-            f"operations={options.operations!r} allow {total:,} sets of operands, of which at least half are kept for "
-            "training. Raise max_value or lower data.eval_size."
+            f"There are too few different problems to hold out config.data.eval_size={eval_size}: "
+            f"config.data.options.min_value={options.min_value}, max_value={options.max_value}, "
+            f"terms={options.terms} and operations={options.operations!r} allow {total:,} sets of operands, "
+            "of which at least half are kept for training. Raise max_value or lower config.data.eval_size."
         )
     for name, problems in (("train", train), ("eval", evaluation)):
         for index, problem in enumerate(problems):
@@ -218,7 +217,7 @@ def reasoning_gym(task: str, options: Mapping[str, Any], *, train_size: int, eva
             item = dataset[index]
         except Exception as error:  # anything may come out of a task whose options contradict each other
             raise ConfigError(
-                f"data.source=reasoning_gym:{task} fails to generate with {dict(options)}: {error!r}."
+                f"config.data.source=reasoning_gym:{task} fails to generate with {dict(options)}: {error!r}."
             ) from error
         if item["question"] in problems:
             counts["duplicates"] += 1
@@ -228,15 +227,15 @@ def reasoning_gym(task: str, options: Mapping[str, Any], *, train_size: int, eva
             counts["unscorable"] += 1
     if not problems:
         raise ConfigError(
-            f"data.source=reasoning_gym:{task}: none of its first answers gets full marks from its own scorer given "
-            "the stored text (some tasks have no reference answer, or score against data that is not text). Choose "
-            "another task."
+            f"config.data.source=reasoning_gym:{task}: none of its first answers gets full marks from its own scorer "
+            "given the stored text (some tasks have no reference answer, or score against data that is not text). "
+            "Choose another task."
         )
     if len(problems) < min(needed, 2 * eval_size):
         raise ConfigError(
-            f"data.source=reasoning_gym:{task} with options {dict(options)} yields only {len(problems)} different "
-            f"questions, too few to hold out data.eval_size={eval_size} and train on as many. Widen the options or "
-            "lower data.eval_size."
+            f"config.data.source=reasoning_gym:{task} with options {dict(options)} yields only {len(problems)} "
+            f"different questions, too few to hold out config.data.eval_size={eval_size} and train on as many. "
+            "Widen the options or lower config.data.eval_size."
         )
     everything = list(problems.values())
     for number, problem in enumerate(everything):
@@ -250,15 +249,19 @@ def reasoning_gym_dataset(task: str, options: Mapping[str, Any], *, seed: int, s
     tasks = package.factory.DATASETS
     if task not in tasks:
         raise ConfigError(
-            f"data.source=reasoning_gym:{task}: there is no such task. {did_you_mean(task, list(tasks))}"
+            f"config.data.source=reasoning_gym:{task}: there is no such task.{suggest(task, tasks)} "
             f"The {len(tasks)} tasks: {', '.join(sorted(tasks))}."
         )
     fields = {field.name: field for field in dataclasses.fields(tasks[task][1]) if field.name not in ("seed", "size")}
     for name in options:
         if name not in fields:
-            what = "set by data.seed and data.train_size" if name in ("seed", "size") else f"not an option of {task}"
+            what = (
+                "set by config.data.seed and config.data.train_size"
+                if name in ("seed", "size")
+                else f"not an option of {task}"
+            )
             raise ConfigError(
-                f"data.options.{name} is {what}. {did_you_mean(name, list(fields))}"
+                f"config.data.options.{name} is {what}.{suggest(name, fields)} "
                 f"Its options: {', '.join(_with_default(field) for field in fields.values())}."
             )
     try:
@@ -266,7 +269,7 @@ def reasoning_gym_dataset(task: str, options: Mapping[str, Any], *, seed: int, s
     except Exception as error:  # their checks are assertions; wrong types fail in many ways
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "its defaults"
         raise ConfigError(
-            f"data.options of reasoning_gym:{task} ({shown}) are refused: {error or repr(error)}."
+            f"config.data.options of reasoning_gym:{task} ({shown}) are refused: {error or repr(error)}."
         ) from error
 
 
@@ -281,7 +284,7 @@ def _scorable(item: Mapping[str, Any], scorer: ReasoningGymScorer) -> dict[str, 
     )
     if nonsense == 1.0:
         raise ConfigError(
-            f"data.source=reasoning_gym:{scorer.task}: its scorer gives nonsense full marks. Choose another task."
+            f"config.data.source=reasoning_gym:{scorer.task}: its scorer gives nonsense full marks. Choose another."
         )
     return problem if own == 1.0 else None
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cispo_jax.config import ConfigError
-from cispo_jax.rewards.functions import describe_error, did_you_mean
+from cispo_jax.config import ConfigError, suggest
+from cispo_jax.rewards.functions import describe_error
 
 
 class RewardError(ConfigError):
@@ -107,7 +107,7 @@ def _describe(error: Exception, label: str, example: dict[str, Any]) -> str:
     text = f"{label} raised {describe_error(error)} on example {example.get('id')!r}"
     if isinstance(error, KeyError) and error.args and error.args[0] not in example:
         field, names = error.args[0], [str(name) for name in example]
-        text += f"; the example has no field {field!r}. {did_you_mean(str(field), names)}It has: {', '.join(names)}"
+        text += f"; the example has no field {field!r}.{suggest(str(field), names)} It has: {', '.join(names)}"
     return text + "."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -13,12 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cispo_jax.config import ConfigError
+from cispo_jax.config import ConfigError, suggest
 
 SIGNATURE = "reward(responses, *, examples, finish_reasons, response_tokens) -> list of float or None"
 
 
-def resolve(spec: str, setting: str = "rewards") -> Callable[..., Any]:
+def resolve(spec: str, setting: str = "config.rewards") -> Callable[..., Any]:
     """Loads a reward function and checks that it can be called as one.
 
     Args:
@@ -53,23 +52,16 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
     if function is not None:
         raise ConfigError(f"{setting}={spec}: {name} is a {type(function).__name__}, not a function.")
     names = [key for key, value in vars(module).items() if key[0] != "_" and _is_own_function(value, module)]
-    hint = did_you_mean(name, names) + _listing("It defines", names)
-    raise ConfigError(f"{setting}={spec}: {where} has no {name}. {hint}")
-
-
-def did_you_mean(name: str, names: list[str]) -> str:
-    """`Did you mean X? `, or nothing when no name is close."""
-    close = difflib.get_close_matches(name, names, n=2)
-    return f"Did you mean {' or '.join(close)}? " if close else ""
+    listing = _listing("It defines", names)
+    raise ConfigError(f"{setting}={spec}: {where} has no {name}.{suggest(name, names)} {listing}")
 
 
 def _load_file(where: str, spec: str, setting: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     if not path.is_file():
         nearby = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, nearby)
         listing = _listing(f"{path.parent} holds", nearby) if path.parent.is_dir() else f"{path.parent} does not exist."
-        raise ConfigError(f"{setting}={spec}: there is no file {path}. {hint}{listing}")
+        raise ConfigError(f"{setting}={spec}: there is no file {path}.{suggest(path.name, nearby)} {listing}")
     # One module a file: a second reward from the same file shares its globals, files of the same name do not collide.
     module_name = f"cispo_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:

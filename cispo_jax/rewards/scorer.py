@@ -29,34 +29,36 @@ def build(settings: RewardSettings, scorer: Reward | None, *, max_new_tokens: in
       ConfigError: a function cannot be found or called, nothing would be scored, or the penalty does not fit the limit.
     """
     if settings.task not in ("auto", "on", "off"):
-        raise ConfigError(f"rewards.task={settings.task!r} is not one of auto, on, off.")
+        raise ConfigError(f"config.rewards.task={settings.task!r} is not one of auto, on, off.")
     functions: dict[str, Reward | str] = {}
     if settings.task == "on" or (settings.task == "auto" and not settings.functions):
         if scorer is None:
             raise ConfigError(
-                "The data set has no scorer of its own; name a function: rewards.NAME=path/file.py:function."
+                "The data set has no scorer of its own; name a function: config.rewards.NAME=path/file.py:function."
             )
         functions[TASK] = scorer
     for name, spec in settings.functions.items():
         if name in (TASK, OVERLONG):
-            raise ConfigError(f"rewards.{name}={spec}: {TASK} and {OVERLONG} name built-in parts; choose another name.")
+            raise ConfigError(
+                f"config.rewards.{name}={spec}: {TASK} and {OVERLONG} name built-in parts; choose another name."
+            )
         functions[name] = spec
     if not functions:
         raise ConfigError(
-            "rewards.task=off and no function named: nothing is scored. Set rewards.task=on or rewards.NAME."
+            "config.rewards.task=off and no function named: nothing is scored. Set task=on or config.rewards.NAME."
         )
     if settings.workers < 0:
         raise ConfigError(
-            f"rewards.workers={settings.workers} must be 0 (score in the trainer) or a number of processes."
+            f"config.rewards.workers={settings.workers} must be 0 (score in the trainer) or a number of processes."
         )
     buffer, penalty = settings.overlong_buffer, settings.overlong_penalty
     if not 0 <= buffer <= max_new_tokens:
         raise ConfigError(
-            f"rewards.overlong_buffer={buffer} (tokens) must lie between 0 (off) and "
-            f"sampling.max_new_tokens={max_new_tokens}."
+            f"config.rewards.overlong_buffer={buffer} (tokens) must lie between 0 (off) and "
+            f"config.sampling.max_new_tokens={max_new_tokens}."
         )
     if not 0 <= penalty < float("inf"):
-        raise ConfigError(f"rewards.overlong_penalty={penalty} must be a finite number >= 0; it is subtracted.")
+        raise ConfigError(f"config.rewards.overlong_penalty={penalty} must be a finite number >= 0; it is subtracted.")
     return Scorer(
         functions, workers=settings.workers, overlong=(max_new_tokens, buffer, penalty) if buffer and penalty else None
     )
@@ -83,7 +85,7 @@ class Scorer:
     ):
         self.failed: dict[str, int] = {}
         self._functions = {
-            name: resolve(f, f"rewards.{name}") if isinstance(f, str) else f for name, f in functions.items()
+            name: resolve(f, f"config.rewards.{name}") if isinstance(f, str) else f for name, f in functions.items()
         }
         self._specs = dict(functions)
         self._overlong = overlong
@@ -157,7 +159,7 @@ class Scorer:
     def _label(self, name: str) -> str:
         function = self._specs[name]
         where = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
-        return f"Reward rewards.{name} ({where})"
+        return f"Reward config.rewards.{name} ({where})"
 
 
 def overlong_penalties(lengths: Sequence[int], limit: int, buffer: int, penalty: float = 1.0) -> list[float]:

@@ -9,11 +9,11 @@ Where the answer is (the same rule for every task):
 If the reference is a number, the answer is the last number in what the rule found. A `\boxed{}` in 1 or 2 is opened.
 
 How answers compare (`exact_match`; a table, not a mathematical verifier):
-  numbers     by exact value: 033 = 33, +7 = 7, 29.00 = 29, -0 = 0, `29.` = 29, $29 = 29, 28% = 28, 115,000 = 115000
+  numbers     by exact value: 033 = 33, +7 = 7, 29.00 = 29, `29.` = 29, 2.9e1 = 29, $29 = 29, 28% = 28, 115,000 = 115000
   a comma     is a thousands mark only in digit groups d{1,3}(,ddd)+: `3,5,7` is three numbers, not 357
   a minus     is a sign if it touches its number and follows no digit, letter or bracket: the number in `12 -5` is 5
   text        case, repeated spaces, a space after a comma, enclosing quotes, * and `, a final full stop are ignored
-  not judged  fractions (1/2), scientific notation, units, LaTeX: compared as text
+  not judged  fractions (1/2), units, LaTeX: compared as text
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from typing import Any
 from cispo_jax.config import ConfigError
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_NUMBER = re.compile(rf"(?P<sign>[-+\u2212]?)(?:\\?\$)?(?P<digits>{_DIGITS})")
+_EXPONENT = r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?"
+_NUMBER = re.compile(rf"(?P<sign>[-+\u2212]?)(?:\\?\$)?(?P<digits>(?:{_DIGITS}){_EXPONENT})")
 _MARKER = re.compile(r"\banswer(?:\s+is)?[\s*]*:|####", re.IGNORECASE)
 _BOXED = "\\boxed{"
 
@@ -196,7 +197,7 @@ def import_reasoning_gym() -> ModuleType:
             import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            f"data.source=reasoning_gym:TASK needs reasoning-gym ({error}): pip install 'cispo-jax[rewards]'."
+            f"config.data.source=reasoning_gym:TASK needs reasoning-gym ({error}): pip install 'cispo-jax[rewards]'."
         ) from error
     return reasoning_gym
 

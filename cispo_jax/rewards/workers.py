@@ -83,8 +83,8 @@ def name_of(function: Callable[..., Any] | str) -> tuple[str, dict[str, Any] | N
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<unnamed>")
     if module in (None, "__main__") or "<" in name:
         raise ConfigError(
-            f"rewards.workers > 0 needs functions that another process can import, and {name} of {module} is not one: "
-            "put it in a file and name it as path/file.py:function, or use rewards.workers=0."
+            f"config.rewards.workers > 0 needs functions that another process can import; {name} of {module} is not "
+            "one: put it in a file and name it as path/file.py:function, or use config.rewards.workers=0."
         )
     return f"{module}:{name}", None
 
