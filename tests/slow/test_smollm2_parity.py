@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cispo_jax import weights
 from cispo_jax.models import forward
+from cispo_jax.sampling import sample_groups
 from tests.make_smollm2_fixture import FIXTURE, PROMPTS, TEXTS, encode
 
 pytestmark = pytest.mark.slow
@@ -114,8 +115,9 @@ def test_gradients(ours, theirs):
 
 
 def test_greedy_text_equals_generate(ours, theirs, tokenizer):
-    """Token by token from our own continuation, against generate with its cache and left padding."""
-    tokens, mask = left_padded([tokenizer.encode(prompt) for prompt in PROMPTS])
+    """Our sampler against generate, both with their caches and left padding."""
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    tokens, mask = left_padded(prompts)
     with torch.no_grad():
         expected = theirs.generate(
             torch.tensor(tokens, dtype=torch.long),
@@ -125,14 +127,8 @@ def test_greedy_text_equals_generate(ours, theirs, tokenizer):
             eos_token_id=None,
             pad_token_id=0,
         )[:, tokens.shape[1] :].numpy()
-    step = jax.jit(lambda model, tokens, mask: forward(model, tokens, mask).argmax(-1))
-    width = tokens.shape[1]
-    tokens, mask = np.pad(tokens, ((0, 0), (0, 32))), np.pad(mask, ((0, 0), (0, 32)))
-    for column in range(width, width + 32):
-        tokens[:, column] = step(ours, tokens, mask)[:, column - 1]
-        mask[:, column] = True
-    np.testing.assert_array_equal(tokens[:, width:], expected)
-    assert [tokenizer.decode(row) for row in tokens[:, width:]] == [tokenizer.decode(row) for row in expected]
+    rollout = sample_groups(ours, prompts, group_size=1, max_new_tokens=32, temperature=0.0, eos_ids=(), seed=0)
+    np.testing.assert_array_equal(rollout.response_tokens, expected)
 
 
 def test_tokenizer_on_random_text(tokenizer, their_tokenizer):
