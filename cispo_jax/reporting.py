@@ -1,0 +1,207 @@
+"""What a person sees of a run: lines on the terminal, the numbers of a step, the table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from cispo_jax import evaluation, masked
+from cispo_jax.config import Config
+
+# Metrics that are also written for each update of the batch, as NAME/u00, NAME/u01, ...
+PER_UPDATE = ("clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap", "policy/ratio_mean", "grad/norm")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextlib.contextmanager
+def timed_line(text: str):
+    start = time.monotonic()
+    yield
+    say(f"{text} ({time.monotonic() - start:.1f} s)")
+
+
+class StepReport:
+    """Collects the numbers of one rollout step; device values are read once, at the end."""
+
+    def __init__(self, step: int, config: Config):
+        self._step, self._config = step, config
+        self._start = time.monotonic()
+        self._values: dict[str, Any] = {}
+        self._times: dict[str, float] = {"sample": 0.0, "score": 0.0, "train": 0.0}
+        self._updates: dict[int, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def timed(self, phase: str):
+        start = time.monotonic()
+        yield
+        self._times[phase] += time.monotonic() - start
+
+    def values(self, values: dict[str, Any]) -> None:
+        self._values |= values
+
+    def update(self, index: int, metrics: dict[str, Any], rate: float) -> None:
+        if jax.default_backend() == "cpu" and jax.device_count() > 1:
+            jax.block_until_ready(metrics)  # several fake devices deadlock when steps are enqueued without waiting
+        self._updates[index] = metrics
+        self._values["optimizer/learning_rate"] = rate
+
+    def rollouts(self, writer, batches: list[Any], live_P: np.ndarray) -> None:
+        """Writes the sampled responses and counts them; every sampled group, admitted or not."""
+        records, rewards, lengths, finished = [], [], [], []
+        for batch in batches:
+            G = batch.rewards.shape[1]
+            flat = batch.rewards.reshape(-1)
+            for row, text in enumerate(batch.texts):
+                example = batch.examples[row // G]
+                records.append(
+                    {
+                        "prompt": example["prompt"],
+                        "answer": example.get("answer"),
+                        "response": text,
+                        "reward": None if np.isnan(flat[row]) else float(flat[row]),
+                        "parts": {name: values[row] for name, values in batch.parts.items()},
+                        "finish_reason": batch.rollout.finish_reasons[row],
+                        "tokens": int(batch.rollout.lengths[row]),
+                    }
+                )
+            rewards.append(flat)
+            lengths.append(batch.rollout.lengths)
+            finished += batch.rollout.finish_reasons
+        writer.rollouts(self._step, records)
+        flat, tokens = np.concatenate(rewards), np.concatenate(lengths)
+        scored = flat[~np.isnan(flat)]
+        parts = {name for batch in batches for name in batch.parts}
+        for name in sorted(parts) if len(parts) > 1 else ():
+            values = [v for batch in batches for v in batch.parts.get(name, []) if v is not None]
+            self._values[f"reward/{name}"] = float(np.mean(values)) if values else 0.0
+        self._values |= {
+            "reward/mean": float(scored.mean()) if len(scored) else 0.0,
+            "reward/std": float(scored.std()) if len(scored) else 0.0,
+            "reward/unscored": int(np.isnan(flat).sum()),
+            "groups/sampled": sum(len(batch.examples) for batch in batches),
+            "groups/trained": int(live_P.sum()),
+            "responses": len(flat),
+            "tokens/generated": int(tokens.sum()),
+            "response/length": float(tokens.mean()),
+            "response/truncated": float(np.mean([reason == "length" for reason in finished])),
+        }
+
+    def finish(self) -> dict[str, float]:
+        """Reads the device values, pools the updates, prints the progress line."""
+        waited = time.monotonic()
+        updates, values = jax.device_get((self._updates, self._values))
+        pooled: dict[str, Any] = {}
+        for index, metrics in updates.items():
+            pooled = masked.add_sums(pooled, metrics["sums"]) if pooled else metrics["sums"]
+            means = masked.means(metrics["sums"]) | {"grad/norm": metrics["grad/norm"]}
+            values |= {f"{name}/u{index:02d}": means[name] for name in PER_UPDATE}
+        values |= masked.means(pooled)
+        values["updates"] = len(updates)
+        for name in ("loss", "grad/norm") if updates else ():
+            values[name] = np.mean([metrics[name] for metrics in updates.values()])
+        self._times["train"] += time.monotonic() - waited  # the updates were only enqueued until here
+        elapsed = time.monotonic() - self._start
+        values |= {f"time/{phase}": seconds for phase, seconds in self._times.items()} | {"time/step": elapsed}
+        values["tokens/per_second_sampled"] = values["tokens/generated"] / max(self._times["sample"], 1e-9)
+        values |= peak_memory()
+        result = {name: float(value) for name, value in values.items()}
+        left = (self._config.num_steps - self._step) * elapsed
+        policy = "no group to learn from"
+        if updates:
+            policy = f"entropy {result['policy/entropy']:.2f}  PPO would drop {result['clip/dropped_ppo']:.1%}"
+        say(
+            f"step {self._step}/{self._config.num_steps}  reward {result['reward/mean']:.3f}  length {result['response/length']:.1f}  "
+            f"groups {int(result['groups/trained'])}/{int(result['groups/sampled'])}  {policy}  {elapsed:.1f} s  "
+            f"about {left / 60:.1f} min left"
+        )
+        return result
+
+
+class WarmStartReport:
+    """A progress line for about every tenth of the supervised updates."""
+
+    def __init__(self, num_steps: int):
+        self._num_steps, self._start = num_steps, time.monotonic()
+
+    def __call__(self, update: int, loss: float) -> None:
+        if update == self._num_steps or update % max(1, self._num_steps // 10) == 0:
+            elapsed = time.monotonic() - self._start
+            left = elapsed / update * (self._num_steps - update)
+            say(f"warm start {update}/{self._num_steps}  loss {loss:.4f}  {elapsed:.0f} s  about {left / 60:.1f} min left")
+
+
+def peak_memory() -> dict[str, float]:
+    """Peak memory in GiB: of this process, and of the first device where it keeps count."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"memory/peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        peak["memory/peak_device_gib"] = stats["peak_bytes_in_use"] / 2**30
+    return peak
+
+
+def evaluate_and_record(run, state, workdir: epath.Path) -> dict[str, float]:
+    """Evaluates the current weights on the held-out problems; responses go to evaluations/."""
+    metrics, records = evaluation.evaluate(
+        run.to_sampling(state.train.model),
+        run.problems.evaluation,
+        run.config.evaluation,
+        sample=run.sample,
+        encode=run.encode,
+        decode=run.tokenizer.decode,
+        score=run.score,
+        verdict=run.problems.verdict,
+        is_correct=run.problems.scorer,
+        seed=run.config.seed + 2**31,  # apart from the keys of training
+        step=state.step,
+    )
+    evaluation.write_records(workdir / "evaluations" / f"step_{state.step:06d}.jsonl", records)
+    sampled = "".join(f"  {name[5:]} {value:.1%}" for name, value in metrics.items() if name.startswith("eval/avg@") and "_" not in name)
+    say(
+        f"held-out after step {state.step}: greedy accuracy {metrics['eval/accuracy']:.1%} (95 % interval {metrics['eval/accuracy_low']:.1%} "
+        f"to {metrics['eval/accuracy_high']:.1%}, {len(records)} problems){sampled}  {metrics['time/evaluate']:.1f} s"
+    )
+    return metrics
+
+
+def write_config(workdir: epath.Path, config: dict[str, Any]) -> None:
+    """config.json; says which settings differ from those the run began with."""
+    path = workdir / "config.json"
+    workdir.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        before, after = _flatten(json.loads(path.read_text())), _flatten(json.loads(json.dumps(config)))
+        changed = [k for k in sorted(before | after) if before.get(k) != after.get(k)]
+        if changed:
+            say("warning: these settings differ from the run in this directory: " + ", ".join(f"{k}: {before.get(k)} -> {after.get(k)}" for k in changed))
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def final_words(workdir: epath.Path, num_steps: int) -> str:
+    """Before and after, and where to look."""
+    before, after = (workdir / "evaluations" / f"step_{step:06d}.jsonl" for step in (0, num_steps))
+    table = evaluation.compare(before, after) + "\n" if before.exists() and after.exists() else ""
+    return (
+        f"\n{table}\nRun directory: {workdir}\n"
+        f"  rollouts/step_{num_steps:06d}.jsonl      every sampled response of the last step with its reward\n"
+        f"  evaluations/step_{num_steps:06d}.jsonl   every held-out problem with the greedy response\n"
+        "  metrics.jsonl                 one line a step; clip/dropped_* = tokens PPO and DAPO would have dropped, CISPO kept\n"
+        f"  tensorboard/                  tensorboard --logdir {workdir}/tensorboard"
+    )

@@ -1,0 +1,86 @@
+"""The mesh, the table of logical axis rules, and one sharding tree for parameters, optimizer and checkpoints.
+
+Every parameter names its logical axes on the line that makes it (`param`); `RULES` maps them to mesh axes; `state_shardings` turns
+an abstract state into shardings that init, step and restore share. Without a mesh the axes are inert, so that notebooks, tests
+and importers need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cispo_jax.config import ConfigError, MeshSettings
+
+AXES = ("data", "fsdp", "expert", "tensor")
+BATCH = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
+
+# Logical axis of a parameter -> mesh axis. None = replicated.
+RULES = (
+    ("vocab", "tensor"),
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("head_dim", None),
+    ("mlp", "tensor"),
+    ("norm", None),
+)
+
+
+def param(key: jax.Array | None, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    """The only place where parameters are made: float32 master weights with their logical axes as metadata."""
+    return nnx.Param(init(key, shape, np.float32), out_sharding=axes, eager_sharding=False)
+
+
+def make_mesh(settings: MeshSettings = MeshSettings(), devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh data x fsdp x expert x tensor over `devices` (all by default); a size of -1 takes the devices that are left."""
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(settings, axis) for axis in AXES}
+    described = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    bad = [axis for axis, size in sizes.items() if size < 1 and size != -1]
+    if len(free) > 1 or bad:
+        raise ConfigError(f"{described}: sizes are positive, and at most one is -1 (= the devices that are left).")
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    if free:
+        sizes[free[0]], rest = divmod(len(devices), fixed)
+    if (free and (rest or not sizes[free[0]])) or int(np.prod(list(sizes.values()))) != len(devices):
+        raise ConfigError(
+            f"{described} does not fit {len(devices)} device(s): the product of the sizes must be {len(devices)}; set one "
+            "of them to -1 to take what is left."
+        )
+    # Auto: shardings propagate by themselves; the default of jax.make_mesh would be Explicit.
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def state_shardings(abstract: Any, mesh: Mesh) -> Any:
+    """Shardings of an abstract state (`jax.eval_shape(init)`): parameters by `RULES`, moments like their parameters."""
+    with nnx.logical_axis_rules(RULES):
+        return nnx.get_named_sharding(abstract, mesh)
+
+
+def sampling_shardings(abstract: Any, mesh: Mesh) -> Any:
+    """The sampling layout: replicated over data and fsdp, split over tensor (and expert), so that no token gathers a weight."""
+    rules = tuple((logical, None if axis in ("data", "fsdp") else axis) for logical, axis in RULES)
+    with nnx.logical_axis_rules(rules):
+        return nnx.get_named_sharding(abstract, mesh)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows split over every batch axis of the mesh, columns whole."""
+    return NamedSharding(mesh, P(BATCH))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """How many ways the rows of a batch are split: row counts must be a multiple of it."""
+    return int(np.prod([mesh.shape[axis] for axis in BATCH]))

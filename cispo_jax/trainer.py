@@ -1,0 +1,279 @@
+"""CISPO's training loop, which reads as the algorithm. One rollout step is:
+
+  1. next prompts      the stream is a pure function of (seed, position); position is one integer
+  2. sample groups     G responses of each prompt, with the log-prob of every token
+  3. score             verifiable rewards; a response that cannot be scored carries no signal
+  4. admit             dynamic sampling: groups whose rewards are all equal are replaced (bounded) or masked
+  5. advantages        relative to the group, over complete groups
+  6. old log-probs     the denominator of the ratio, frozen once for the batch
+  7. updates           num_epochs x num_minibatches optimizer steps on the same batch
+  8. after step        evaluate, log, save
+
+`train` resumes by itself: a run directory with a checkpoint goes on after it, with the same numbers as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from cispo_jax import diagnostics
+from cispo_jax.advantages import group_relative_advantages, rloo_advantages
+from cispo_jax.config import Config, ConfigError, from_config_dict, profile_steps, to_dict
+from cispo_jax.reporting import StepReport, WarmStartReport, evaluate_and_record, final_words, say, timed_line, write_config
+from cispo_jax.training.checkpoint import Checkpoints
+from cispo_jax.training.metrics import Writer, discard_after
+from cispo_jax.training.optimizer import learning_rate
+from cispo_jax.types import Batch, Rollout, TrainState
+
+
+@dataclasses.dataclass
+class RunState:
+    """All that a checkpoint holds: what the optimizer moves, and two integers of the host."""
+
+    train: TrainState
+    step: int = 0  # rollout steps done
+    position: int = 0  # prompts taken from the stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A rollout with what came of it; P groups of G rows."""
+
+    rollout: Rollout
+    examples: list[dict[str, Any]]  # [P]
+    texts: list[str]  # [P*G]
+    rewards: np.ndarray  # float64 [P, G], NaN where unscored
+    parts: dict[str, list[float | None]]  # by reward function, [P*G]
+
+
+def train(
+    config: Config | Mapping[str, Any],
+    workdir: epath.PathLike,
+    *,
+    dataset: Any = None,
+    reward: Callable | None = None,
+    objective: Callable | None = None,
+    model: Any = None,
+    sample_fn: Callable | None = None,
+    resume: bool = True,
+) -> dict[str, float]:
+    """Trains and returns the metrics of the last step.
+
+    Args:
+      config: a page's `ConfigDict` or a `Config`.
+      workdir: directory of the run: config.json, metrics.jsonl, rollouts/, evaluations/, checkpoints/, tensorboard/.
+      dataset: examples (dicts with `prompt` and `answer`) in place of `config.data.source`.
+      reward: reward function in place of `config.rewards` (signature: `cispo_jax.rewards`).
+      objective: loss in place of `config.objective.name` (signature: `cispo_jax.cispo_loss`).
+      model: a `Transformer` to start from in place of `config.model.weights`; its buffers are donated.
+      sample_fn: sampler in place of ours: (model, prompts, *, group_size, temperature, seed, step, prompt_ids, ...) -> Rollout.
+      resume: False refuses a directory that holds a run.
+
+    Raises:
+      ConfigError: settings or inputs that cannot work, before anything is compiled.
+    """
+    from cispo_jax import building  # the packages of the layers below; the loop itself only sees functions
+
+    config = from_config_dict(config)
+    workdir = epath.Path(workdir).resolve()
+    if not resume and workdir.exists() and any(workdir.iterdir()):
+        raise ConfigError(f"--noresume: {workdir} is not empty. Give an empty directory, or leave the flag out to go on with this run.")
+    run = building.build(config, dataset=dataset, reward=reward, objective=objective, model=model, sample_fn=sample_fn)
+    for note in run.notes:
+        say(note)
+    write_config(workdir, to_dict(config))
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    state = start_or_resume(run, checkpoints, workdir)
+    writer = Writer(workdir, config.logging, to_dict(config))
+    traced = profile_steps(config.profile)
+    metrics: dict[str, float] = {}
+    try:
+        if state.step == 0:
+            metrics = evaluate_and_record(run, state, workdir)
+            writer.metrics(0, metrics)
+        for step in range(state.step + 1, config.num_steps + 1):
+            if step == traced.start:
+                jax.profiler.start_trace(str(workdir / "profile"))
+            metrics = rollout_step(run, state, step, writer, checkpoints)
+            if step + 1 == traced.stop:
+                jax.profiler.stop_trace()
+            # ---- 8. after step
+            last = step == config.num_steps
+            if last or (config.evaluation.every and step % config.evaluation.every == 0):
+                metrics |= evaluate_and_record(run, state, workdir)
+            writer.metrics(step, metrics)
+            if last or step % config.checkpoint.every == 0:
+                checkpoints.save(step, state.train, {"position": state.position})
+        checkpoints.wait()
+    finally:
+        run.score.close()
+        writer.close()
+        checkpoints.close()
+    say(final_words(workdir, config.num_steps))
+    return metrics
+
+
+def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: Checkpoints) -> dict[str, float]:
+    """Steps 1 to 7; moves `state` and returns the metrics."""
+    config = run.config
+    report = StepReport(step, config)
+    sampler = run.to_sampling(state.train.model)
+    batches: list[Scored] = []
+    admitted: list[np.ndarray] = []
+    for _ in range(1 + config.sampling.max_refills):
+        # ---- 1. next prompts
+        examples, ids = next_prompts(run, state)
+        # ---- 2. sample groups
+        with report.timed("sample"):
+            rollout = run.sample(
+                sampler, [run.encode(e) for e in examples], group_size=config.sampling.group_size,
+                temperature=config.sampling.temperature, seed=config.seed, step=step, prompt_ids=ids,
+            )  # fmt: skip
+        # ---- 3. score
+        with report.timed("score"):
+            batches.append(score(run, rollout, examples, step))
+        # ---- 4. admit
+        admitted.append(admit(batches[-1], dynamic=config.sampling.dynamic))
+        if sum(kept.sum() for kept in admitted) >= config.sampling.prompts_per_step:
+            break
+    del sampler
+    scored, live_P = assemble(batches, admitted, config)
+    report.rollouts(writer, batches, live_P)
+
+    # ---- 5. advantages
+    advantages_PG = compute_advantages(config, scored.rewards, live_P)
+    loss_mask = scored.rollout.loss_mask & np.repeat(live_P, config.sampling.group_size)[:, None]
+    loss_mask &= ~np.isnan(scored.rewards).reshape(-1, 1)
+    if not config.objective.train_truncated:
+        loss_mask &= (np.array(scored.rollout.finish_reasons) != "length")[:, None]
+
+    with report.timed("train"):
+        # ---- 6. old log-probs
+        rollout = scored.rollout
+        tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens], axis=1)
+        padding_mask = np.concatenate([rollout.prompt_mask, rollout.response_mask], axis=1)
+        trainer_log_probs = rollout.log_probs.copy()
+        for rows in minibatches(config, step, num_epochs=1):
+            if loss_mask[rows].any():
+                arrays = (run.shard_rows(tokens[rows]), run.shard_rows(padding_mask[rows]))
+                trainer_log_probs[rows] = run.score_step(state.train.model, *arrays, loss_mask.shape[1])
+        report.values(diagnostics.rollout_mismatch(trainer_log_probs, rollout.log_probs, loss_mask))
+        old_log_probs = trainer_log_probs if config.objective.anchor == "old" else rollout.log_probs
+        batch = Batch(
+            tokens=tokens,
+            padding_mask=padding_mask,
+            loss_mask=loss_mask,
+            advantages=advantages_PG.reshape(-1),
+            rollout_log_probs=rollout.log_probs,
+            old_log_probs=old_log_probs,
+            group_ids=np.repeat(np.arange(len(advantages_PG), dtype=np.int32), config.sampling.group_size),
+        )
+        checkpoints.wait()  # a save in flight reads the buffers that the updates donate
+        # ---- 7. updates
+        updates_per_step = config.objective.num_epochs * config.objective.num_minibatches
+        for update, rows in enumerate(minibatches(config, step, num_epochs=config.objective.num_epochs)):
+            if not loss_mask[rows].any():
+                continue  # nothing to learn from: no update, as `train_step` itself would decide
+            rate = learning_rate(
+                config.optimizer, step=step, update=update, num_steps=config.num_steps, updates_per_step=updates_per_step
+            )
+            minibatch = Batch(*(run.shard_rows(x[rows]) for x in batch))
+            state.train, metrics = run.train_step(state.train, minibatch, np.float32(rate))
+            report.update(update, metrics, rate)
+    state.step = step
+    return report.finish()
+
+
+def start_or_resume(run, checkpoints: Checkpoints, workdir: epath.Path) -> RunState:
+    """The state of the newest checkpoint, or that of the starting model, warmed up where the settings ask for it."""
+    step = checkpoints.latest()
+    # The line of step 0 is written again after a restart at 0: its evaluation is repeated.
+    discarded = discard_after(workdir, step or -1)
+    if step is not None:
+        train_state, host = checkpoints.restore(step, run.abstract_state, run.shardings)
+        gone = f"; {discarded} later line(s) of metrics.jsonl moved to discarded/" if discarded else ""
+        say(f"resumed after rollout step {step} of {run.config.num_steps}{gone}")
+        return RunState(train_state, step, host["position"])
+    with timed_line("model ready"):
+        model = run.make_model()
+    if run.config.sft.num_steps:
+        model = run.warm_start(model, WarmStartReport(run.config.sft.num_steps))
+    state = RunState(run.init_state(model))
+    if run.config.sft.num_steps:
+        checkpoints.save(0, state.train, {"position": 0})
+    return state
+
+
+def next_prompts(run, state: RunState) -> tuple[list[dict[str, Any]], list[int]]:
+    """P examples and their prompt ids: positions in the stream, so that no two prompts of a run share their randomness."""
+    ids = list(range(state.position, state.position + run.config.sampling.prompts_per_step))
+    state.position += len(ids)
+    return [run.stream[i] for i in ids], ids
+
+
+def score(run, rollout: Rollout, examples: list[dict[str, Any]], step: int) -> Scored:
+    """Rewards of every response, from its decoded text; the sampled ids are what is trained on."""
+    P, G = len(examples), run.config.sampling.group_size
+    texts = [run.tokenizer.decode(ids) for ids in rollout.responses()]
+    rows = [example for example in examples for _ in range(G)]
+    total, parts = run.score(texts, rows, rollout.finish_reasons, rollout.lengths.tolist())
+    rewards = np.array([np.nan if value is None else value for value in total], np.float64)
+    if run.config.sampling.shuffle_rewards:
+        rewards = np.random.default_rng((run.config.seed, step)).permutation(rewards)
+    return Scored(rollout, examples, texts, rewards.reshape(P, G), parts)
+
+
+def admit(scored: Scored, *, dynamic: bool) -> np.ndarray:
+    """Which groups train, bool [P]: those with two rewards to compare and, under dynamic sampling, two different ones."""
+    valid = ~np.isnan(scored.rewards)
+    low = np.min(np.where(valid, scored.rewards, np.inf), axis=1)
+    high = np.max(np.where(valid, scored.rewards, -np.inf), axis=1)
+    return (valid.sum(axis=1) >= 2) & ((high > low) | (not dynamic))
+
+
+def assemble(batches: list[Scored], admitted: list[np.ndarray], config: Config) -> tuple[Scored, np.ndarray]:
+    """Exactly P groups in a fixed shape: the admitted ones first come, the rest filled with masked ones, spread over mini-batches.
+
+    Returns the groups in training order and which of them are live, bool [P].
+    """
+    P, G, N = config.sampling.prompts_per_step, config.sampling.group_size, config.objective.num_minibatches
+    live = np.concatenate(admitted)
+    order = np.argsort(~live, kind="stable")[:P]
+    order = order.reshape(P // N, N).T.reshape(-1)  # group i of the order goes to mini-batch i % N
+    rows = (order[:, None] * G + np.arange(G)).reshape(-1)
+    flat = lambda name: [x for batch in batches for x in getattr(batch, name)]
+    return (
+        Scored(
+            rollout=Rollout.concatenate([batch.rollout for batch in batches]).take(rows),
+            examples=[flat("examples")[i] for i in order],
+            texts=[flat("texts")[i] for i in rows],
+            rewards=np.concatenate([batch.rewards for batch in batches])[order],
+            parts={},
+        ),
+        live[order],
+    )
+
+
+def compute_advantages(config: Config, rewards_PG: np.ndarray, live_P: np.ndarray) -> np.ndarray:
+    """Advantages float32 [P, G] over complete groups; rows without a reward and groups that do not train get 0."""
+    valid_PG = ~np.isnan(rewards_PG) & live_P[:, None]
+    rewards_PG = np.nan_to_num(rewards_PG).astype(np.float32)
+    if config.objective.advantage == "rloo":
+        return np.asarray(rloo_advantages(rewards_PG, valid_PG=valid_PG))
+    scale = None if config.objective.advantage_scale == "none" else config.objective.advantage_scale
+    return np.asarray(group_relative_advantages(rewards_PG, scale=scale, valid_PG=valid_PG))
+
+
+def minibatches(config: Config, step: int, *, num_epochs: int) -> Iterator[slice]:
+    """Rows of each update: whole groups, every one once an epoch; later epochs go through the mini-batches in another order."""
+    N = config.objective.num_minibatches
+    rows = config.sampling.prompts_per_step // N * config.sampling.group_size
+    for epoch in range(num_epochs):
+        order = np.random.default_rng((config.seed, step, epoch)).permutation(N) if epoch else range(N)
+        yield from (slice(i * rows, (i + 1) * rows) for i in order)

@@ -1,0 +1,1 @@
+"""Training: the optimizer, the jitted update, supervised warm starts, checkpoints and metrics."""

@@ -1,0 +1,81 @@
+"""Where a run's numbers and samples go: metrics.jsonl, TensorBoard, W&B, rollouts/step_000123.jsonl.
+
+The line of a step is written before its checkpoint, so after any kill the lines are ahead of the checkpoint and never behind;
+on resume what lies after the restored step is moved to discarded/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from etils import epath
+
+from cispo_jax.config import ConfigError, LoggingSettings
+
+
+class Writer:
+    """Writes one object a step; `close` flushes the event files."""
+
+    def __init__(self, workdir: epath.Path, settings: LoggingSettings, config: dict[str, Any]):
+        self._workdir = workdir
+        self._samples = settings.samples
+        (workdir / "rollouts").mkdir(parents=True, exist_ok=True)
+        self._tensorboard = self._wandb = None
+        if settings.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(workdir / "tensorboard"))
+        if settings.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise ConfigError("config.logging.wandb needs the wandb package: pip install wandb") from None
+            self._wandb = wandb.init(project=settings.wandb, dir=str(workdir), config=config, resume="allow")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Appends {"step": step, ...}; a value that is not finite becomes null, since JSON has no NaN."""
+        line = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+        with (self._workdir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._tensorboard:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb:
+            self._wandb.log(values, step=step)
+
+    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """One line a sampled response: prompt, response, reward and its parts, finish reason."""
+        rows = rows[: self._samples] if self._samples else rows
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (self._workdir / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
+
+    def close(self) -> None:
+        for writer in (self._tensorboard,):
+            if writer:
+                writer.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def discard_after(workdir: epath.Path, step: int) -> int:
+    """Moves metric lines and rollouts after `step` (-1: all of them) to discarded/; returns how many steps that were."""
+    path = workdir / "metrics.jsonl"
+    discarded = workdir / "discarded"
+    kept, late = [], []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        try:
+            (kept if json.loads(line)["step"] <= step else late).append(line)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            late.append(line)  # the line that a kill cut short
+    stale = [p for p in sorted((workdir / "rollouts").glob("step_*.jsonl")) if int(p.stem[5:]) > step]
+    if late or stale:
+        discarded.mkdir(parents=True, exist_ok=True)
+        with (discarded / "metrics.jsonl").open("a") as file:
+            file.writelines(late)
+        path.write_text("".join(kept))
+    for file in stale:
+        file.replace(discarded / file.name)
+    return len(late)

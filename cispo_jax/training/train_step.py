@@ -1,0 +1,123 @@
+"""One update of the policy, jit-compiled and sharded: loss on micro-batches, gradient, optimizer, metrics.
+
+The loss, the model and the optimizer are handed in. What the objective's stop-gradient protects is decided in `objectives.py`; here
+every token's coefficient is computed once for the whole mini-batch, so that micro-batches and devices add up to it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cispo_jax import diagnostics, masked
+from cispo_jax.objectives import aggregation_weights, truncated_importance_weights
+from cispo_jax.types import Batch, TrainState
+
+LogProbsFn = Callable[[Any, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
+
+
+def init_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(updates=jnp.int32(0), model=model, optimizer=optimizer.init(model))
+
+
+def make_train_step(
+    log_probs_fn: LogProbsFn,
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    aggregation: str,
+    normalizer: float | None = None,
+    micro_batch_rows: int = 0,
+    importance_cap: float | None = None,
+    epsilon_high: float = 4.0,
+    shardings: Any = None,
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict]]:
+    """The compiled update `(state, batch, learning_rate) -> (state, metrics)`; the state is donated.
+
+    Args:
+      log_probs_fn: (model, tokens [B, S+T], padding mask [B, S+T], T) -> log-probs and entropy [B, T] of the response tokens.
+      loss_fn: an objective with the signature of `cispo_jax.cispo_loss`.
+      aggregation, normalizer: see `aggregation_weights`.
+      micro_batch_rows: rows of one forward and backward pass, a divisor of B; 0 = all.
+      importance_cap: multiply terms by min(old / rollout, cap) (truncated importance sampling); None = off.
+      epsilon_high: the cap that `clip/at_cap` reports on.
+      shardings: of the state, kept across steps.
+
+    Returns:
+      metrics: `loss`, `grad/norm`, `updates` (1, or 0 if no token trains and nothing moved), and `sums` of (sum, count) pairs.
+    """
+
+    def micro_loss(model, batch: Batch, coefficients_BT):
+        log_probs, entropy = log_probs_fn(model, batch.tokens, batch.padding_mask, batch.loss_mask.shape[1])
+        arrays = (log_probs, batch.old_log_probs, batch.advantages, batch.loss_mask)
+        extra = {}
+        if importance_cap is not None:
+            extra["token_weights"] = truncated_importance_weights(
+                batch.old_log_probs, batch.rollout_log_probs, importance_cap
+            )
+        with jax.named_scope("objective"):
+            loss, _ = loss_fn(*arrays, aggregation=coefficients_BT, **extra)
+            sums = diagnostics.clip_sums(*arrays, epsilon_high=epsilon_high)
+            count = masked.masked_count(batch.loss_mask)
+            sums["policy/entropy"] = (masked.masked_sum(jax.lax.stop_gradient(entropy), batch.loss_mask), count)
+        return loss, sums
+
+    def train_step(state: TrainState, batch: Batch, rate: jax.Array):
+        coefficients_BT = aggregation_weights(
+            batch.loss_mask, aggregation=aggregation, group_ids=batch.group_ids, normalizer=normalizer
+        )
+        loss, sums, gradient = _accumulate(micro_loss, state.model, batch, coefficients_BT, micro_batch_rows)
+
+        def move(state: TrainState) -> TrainState:
+            direction, moments = optimizer.update(gradient, state.optimizer, state.model)
+            model = jax.tree.map(lambda w, d: w - rate * d, state.model, direction)
+            return TrainState(state.updates + 1, model, moments)
+
+        # Without a trained token nothing moves: Adam would still step on a zero gradient.
+        trained = jnp.any(batch.loss_mask)
+        state = jax.lax.cond(trained, move, lambda state: state, state)
+        metrics = {"loss": loss, "grad/norm": optax.global_norm(gradient), "updates": trained.astype(jnp.int32), "sums": sums}
+        return state, metrics
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
+
+
+def _accumulate(micro_loss, model, batch: Batch, coefficients_BT, rows: int):
+    """Loss, sums and gradient of the mini-batch, `rows` rows at a time; they are sums, so micro-batches add up."""
+    value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
+    B = len(batch.tokens)
+    if not rows or rows == B:
+        (loss, sums), gradient = value_and_grad(model, batch, coefficients_BT)
+        return loss, sums, gradient
+    # Row i goes to micro-batch i % n: each one then holds rows of every device.
+    split = lambda x: x.reshape(rows, B // rows, *x.shape[1:]).swapaxes(0, 1)
+
+    def add(carry, micro):
+        (loss, sums), gradient = value_and_grad(model, *micro)
+        total, pooled, accumulated = carry
+        return (total + loss, masked.add_sums(pooled, sums), jax.tree.map(jnp.add, accumulated, gradient)), None
+
+    micros = jax.tree.map(split, (batch, coefficients_BT))
+    first = jax.tree.map(lambda x: x[0], micros)
+    shapes = jax.eval_shape(lambda *micro: value_and_grad(model, *micro), *first)
+    (zero, no_sums), no_gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (loss, sums, gradient), _ = jax.lax.scan(add, (zero, no_sums, no_gradient), micros)
+    return loss, sums, gradient
+
+
+def make_score_step(log_probs_fn: LogProbsFn, *, micro_batch_rows: int = 0) -> Callable[..., jax.Array]:
+    """Log-probs [B, T] of rows under the current weights, a micro-batch at a time: the frozen denominator of the ratio."""
+
+    def score_step(model, tokens, padding_mask, response_width: int):
+        B = len(tokens)
+        rows = micro_batch_rows or B
+        split = lambda x: x.reshape(rows, B // rows, *x.shape[1:]).swapaxes(0, 1)
+        one = lambda micro: log_probs_fn(model, *micro, response_width)[0]
+        log_probs = jax.lax.map(one, (split(tokens), split(padding_mask)))
+        return log_probs.swapaxes(0, 1).reshape(B, response_width)
+
+    return jax.jit(score_step, static_argnums=3)
