@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from cispo_jax import _requires_train  # noqa: F401
+
+# isort: split
 import json
 import math
 import time

@@ -7,6 +7,9 @@ and importers need none.
 
 from __future__ import annotations
 
+from cispo_jax import _requires_train  # noqa: F401
+
+# isort: split
 from collections.abc import Callable
 from typing import Any
 

@@ -14,6 +14,9 @@
 
 from __future__ import annotations
 
+from cispo_jax import _requires_train  # noqa: F401
+
+# isort: split
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -4,6 +4,7 @@ An example is a dict with at least `id`, `prompt` and `answer` (all `str`), opti
 supervised warm starts) and whatever its scorer needs.
 """
 
+from cispo_jax import _requires_train  # noqa: F401
 from cispo_jax.data.loading import Example, Problems, load
 from cispo_jax.data.prompts import Prompter
 from cispo_jax.data.stream import PromptStream

