@@ -143,13 +143,13 @@ def build(
             **options,
         )
 
-    def log_probs_fn(model, tokens_BT, padding_mask_BT, response_width):
-        """Log-probs and entropy of the response tokens: the same forward pass, head and temperature as the sampler's."""
-        hidden_BTD = models.hidden_states(model, tokens_BT, padding_mask_BT, dtype=dtype, remat=config.model.remat)
-        start = tokens_BT.shape[1] - response_width
-        head = models.head_matrix(model)
+    def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share):
+        """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
+        options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
+        hidden_BTD = models.response_states(model, tokens_BX, padding_mask_BX, **options)
+        tokens_BT = tokens_BX[:, -response_width:]
         return fused_token_log_probs(
-            hidden_BTD[:, start - 1 : -1], head, tokens_BT[:, start:], temperature=config.sampling.temperature
+            hidden_BTD, models.head_matrix(model), tokens_BT, temperature=config.sampling.temperature
         )
 
     rows = config.sampling.prompts_per_step * config.sampling.group_size // config.objective.num_minibatches
@@ -173,12 +173,13 @@ def build(
             optimizer,
             aggregation=aggregation,
             normalizer=float(rows * config.sampling.max_new_tokens) if aggregation == "constant" else None,
+            group_size=config.sampling.group_size,
             micro_batch_rows=config.objective.micro_batch_rows,
             importance_cap=config.objective.truncated_importance_cap,
             epsilon_high=cap,
             shardings=shardings,
         ),
-        score_step=make_score_step(log_probs_fn, micro_batch_rows=config.objective.micro_batch_rows),
+        score_step=make_score_step(log_probs_fn, group_size=config.sampling.group_size, micro_batch_rows=config.objective.micro_batch_rows),
         to_sampling=_sampling_layout(abstract.model, mesh, dtype),
         shard_rows=shard_rows,
         prompt_width=width,

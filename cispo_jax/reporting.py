@@ -151,8 +151,8 @@ def peak_memory() -> dict[str, float]:
     return peak
 
 
-def evaluate_and_record(run, state, workdir: epath.Path) -> dict[str, float]:
-    """Evaluates the current weights on the held-out problems; responses go to evaluations/."""
+def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict[str, float]:
+    """Evaluates the current weights on the held-out problems; responses go to evaluations/step_000123.jsonl (or NAME.jsonl)."""
     metrics, records = evaluation.evaluate(
         run.to_sampling(state.train.model),
         run.problems.evaluation,
@@ -166,7 +166,7 @@ def evaluate_and_record(run, state, workdir: epath.Path) -> dict[str, float]:
         seed=run.config.seed + 2**31,  # apart from the keys of training
         step=state.step,
     )
-    evaluation.write_records(workdir / "evaluations" / f"step_{state.step:06d}.jsonl", records)
+    evaluation.write_records(workdir / "evaluations" / f"{name or f'step_{state.step:06d}'}.jsonl", records)
     sampled = "".join(f"  {name[5:]} {value:.1%}" for name, value in metrics.items() if name.startswith("eval/avg@") and "_" not in name)
     say(
         f"held-out after step {state.step}: greedy accuracy {metrics['eval/accuracy']:.1%} (95 % interval {metrics['eval/accuracy_low']:.1%} "

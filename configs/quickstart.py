@@ -22,7 +22,7 @@ def get_config():
     config.objective.num_minibatches = 16  # 16 updates a batch, each token used once (DAPO's reading)
     config.objective.micro_batch_rows = 8
     config.optimizer.learning_rate = 3e-6
-    config.evaluation.every = 4
+    config.evaluation.every = 0
     config.checkpoint.every = 4
     config.checkpoint.keep = 1
     return config

@@ -1,5 +1,6 @@
 """Models: a Llama-family decoder as an NNX pytree, its presets, and `forward`."""
 
+from cispo_jax import _requires_train  # noqa: F401
 from cispo_jax.models.config import PRESETS, TransformerConfig
 from cispo_jax.models.transformer import (
     Cache,
@@ -8,6 +9,7 @@ from cispo_jax.models.transformer import (
     forward,
     head_matrix,
     hidden_states,
+    response_states,
     segment_positions,
 )
 
@@ -20,5 +22,6 @@ __all__ = [
     "forward",
     "head_matrix",
     "hidden_states",
+    "response_states",
     "segment_positions",
 ]

@@ -113,6 +113,49 @@ def hidden_states(
     return (x_BTD, cache) if return_cache else x_BTD
 
 
+def response_states(
+    model: Transformer,
+    tokens_BX: jax.Array,
+    padding_mask_BX: jax.Array,
+    *,
+    response_width: int,
+    share: int = 1,
+    dtype=jnp.float32,
+    remat: bool = False,
+) -> jax.Array:
+    """Hidden states [B, T, D] of the positions that predict the response tokens, running each shared prompt once.
+
+    Equal to `hidden_states(...)[:, S-1:-1]`, for rows [prompt | response] of widths S + T whose prompts are equal in each run of `share`
+    rows (the G responses of a group): S + G T tokens are computed in place of G (S + T). The last token is never fed.
+    """
+    S, T = tokens_BX.shape[1] - response_width, response_width
+    mask_BX = padding_mask_BX.astype(bool)
+    positions_BX = jnp.maximum(jnp.cumsum(mask_BX, axis=1) - 1, 0)
+    prompt = lambda x_BX: x_BX[::share, :S]
+    response = lambda x_BX: x_BX[:, S : S + T - 1]
+    theta, head_dim = model.config.rope_theta, model.config.head_dim
+    rotary_P, rotary_B = (rotary_angles(part(positions_BX), head_dim, theta) for part in (prompt, response))
+    causal_PSS = jnp.tril(jnp.ones((S, S), bool))[None] & prompt(mask_BX)[:, None, :]
+    seen_BTS = jnp.broadcast_to(mask_BX[:, None, :S], (len(mask_BX), T - 1, S))
+    own_BTT = jnp.tril(jnp.ones((T - 1, T - 1), bool))[None] & response(mask_BX)[:, None, :]
+    allowed_BTX = jnp.concatenate([seen_BTS, own_BTT], axis=2)
+
+    def layer(x, block: Block):
+        x_PSD, x_BTD = x
+        with jax.named_scope("attention"):
+            query_P, key_P, value_P = block.project(x_PSD, rotary_P)
+            query_B, key_B, value_B = block.project(x_BTD, rotary_B)
+            whole = lambda of_prompt, own: jnp.concatenate([jnp.repeat(of_prompt, share, axis=0), own], axis=1)
+            heads_P = attend(query_P, key_P, value_P, causal_PSS)
+            heads_B = attend(query_B, whole(key_P, key_B), whole(value_P, value_B), allowed_BTX)
+        return (block.finish(x_PSD, heads_P), block.finish(x_BTD, heads_B)), None
+
+    x = tuple(model.embedding[...][part(tokens_BX)].astype(dtype) for part in (prompt, response))
+    (x_PSD, x_BTD), _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, model.layers)
+    x_BTD = jnp.concatenate([jnp.repeat(x_PSD[:, -1:], share, axis=0), x_BTD], axis=1)
+    return rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps)
+
+
 def segment_positions(segment_ids_BT: jax.Array) -> jax.Array:
     """0, 1, 2, ... over the tokens of each segment; pads get 0. A segment is a run of equal ids (pads apart)."""
     real = segment_ids_BT > 0

@@ -21,9 +21,12 @@ class Checkpoints:
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Starts the save; call `wait` before the state's buffers are donated again."""
-        if step not in self._manager.all_steps():
+        if step not in self.steps():
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
             self._manager.save(step, args=items)
 

@@ -6,6 +6,7 @@ every token's coefficient is computed once for the whole mini-batch, so that mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from cispo_jax import diagnostics, masked
 from cispo_jax.objectives import aggregation_weights, truncated_importance_weights
 from cispo_jax.types import Batch, TrainState
 
-LogProbsFn = Callable[[Any, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
+# (model, tokens [B, S+T], padding mask [B, S+T], *, response_width=T, share) -> log-probs and entropy [B, T] of the response tokens;
+# the prompts of each run of `share` rows are equal and need to be computed once only.
+LogProbsFn = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def init_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
@@ -31,6 +34,7 @@ def make_train_step(
     *,
     aggregation: str,
     normalizer: float | None = None,
+    group_size: int = 1,
     micro_batch_rows: int = 0,
     importance_cap: float | None = None,
     epsilon_high: float = 4.0,
@@ -39,9 +43,10 @@ def make_train_step(
     """The compiled update `(state, batch, learning_rate) -> (state, metrics)`; the state is donated.
 
     Args:
-      log_probs_fn: (model, tokens [B, S+T], padding mask [B, S+T], T) -> log-probs and entropy [B, T] of the response tokens.
+      log_probs_fn: see `LogProbsFn`.
       loss_fn: an objective with the signature of `cispo_jax.cispo_loss`.
       aggregation, normalizer: see `aggregation_weights`.
+      group_size: G; rows come in runs of G responses to one prompt.
       micro_batch_rows: rows of one forward and backward pass, a divisor of B; 0 = all.
       importance_cap: multiply terms by min(old / rollout, cap) (truncated importance sampling); None = off.
       epsilon_high: the cap that `clip/at_cap` reports on.
@@ -52,7 +57,9 @@ def make_train_step(
     """
 
     def micro_loss(model, batch: Batch, coefficients_BT):
-        log_probs, entropy = log_probs_fn(model, batch.tokens, batch.padding_mask, batch.loss_mask.shape[1])
+        B, T = batch.loss_mask.shape
+        share = math.gcd(B, group_size)
+        log_probs, entropy = log_probs_fn(model, batch.tokens, batch.padding_mask, response_width=T, share=share)
         arrays = (log_probs, batch.old_log_probs, batch.advantages, batch.loss_mask)
         extra = {}
         if importance_cap is not None:
@@ -70,7 +77,7 @@ def make_train_step(
         coefficients_BT = aggregation_weights(
             batch.loss_mask, aggregation=aggregation, group_ids=batch.group_ids, normalizer=normalizer
         )
-        loss, sums, gradient = _accumulate(micro_loss, state.model, batch, coefficients_BT, micro_batch_rows)
+        loss, sums, gradient = _accumulate(micro_loss, state.model, batch, coefficients_BT, micro_batch_rows, group_size)
 
         def move(state: TrainState) -> TrainState:
             direction, moments = optimizer.update(gradient, state.optimizer, state.model)
@@ -86,22 +93,19 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
 
 
-def _accumulate(micro_loss, model, batch: Batch, coefficients_BT, rows: int):
+def _accumulate(micro_loss, model, batch: Batch, coefficients_BT, rows: int, group_size: int):
     """Loss, sums and gradient of the mini-batch, `rows` rows at a time; they are sums, so micro-batches add up."""
     value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
-    B = len(batch.tokens)
-    if not rows or rows == B:
+    if not rows or rows == len(batch.tokens):
         (loss, sums), gradient = value_and_grad(model, batch, coefficients_BT)
         return loss, sums, gradient
-    # Row i goes to micro-batch i % n: each one then holds rows of every device.
-    split = lambda x: x.reshape(rows, B // rows, *x.shape[1:]).swapaxes(0, 1)
 
     def add(carry, micro):
         (loss, sums), gradient = value_and_grad(model, *micro)
         total, pooled, accumulated = carry
         return (total + loss, masked.add_sums(pooled, sums), jax.tree.map(jnp.add, accumulated, gradient)), None
 
-    micros = jax.tree.map(split, (batch, coefficients_BT))
+    micros = jax.tree.map(lambda x: _split(x, rows, group_size), (batch, coefficients_BT))
     first = jax.tree.map(lambda x: x[0], micros)
     shapes = jax.eval_shape(lambda *micro: value_and_grad(model, *micro), *first)
     (zero, no_sums), no_gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -109,15 +113,21 @@ def _accumulate(micro_loss, model, batch: Batch, coefficients_BT, rows: int):
     return loss, sums, gradient
 
 
-def make_score_step(log_probs_fn: LogProbsFn, *, micro_batch_rows: int = 0) -> Callable[..., jax.Array]:
+def _split(x: jax.Array, rows: int, group_size: int) -> jax.Array:
+    """[B, ...] -> [B / rows, rows, ...]: whole groups, or parts of one, dealt out in turn, so that a micro-batch has rows of every device."""
+    unit = math.gcd(rows, group_size)
+    x = x.reshape(rows // unit, -1, unit, *x.shape[1:])
+    return x.swapaxes(0, 1).reshape(-1, rows, *x.shape[3:])
+
+
+def make_score_step(log_probs_fn: LogProbsFn, *, group_size: int = 1, micro_batch_rows: int = 0) -> Callable[..., jax.Array]:
     """Log-probs [B, T] of rows under the current weights, a micro-batch at a time: the frozen denominator of the ratio."""
 
     def score_step(model, tokens, padding_mask, response_width: int):
-        B = len(tokens)
-        rows = micro_batch_rows or B
-        split = lambda x: x.reshape(rows, B // rows, *x.shape[1:]).swapaxes(0, 1)
-        one = lambda micro: log_probs_fn(model, *micro, response_width)[0]
-        log_probs = jax.lax.map(one, (split(tokens), split(padding_mask)))
-        return log_probs.swapaxes(0, 1).reshape(B, response_width)
+        rows = micro_batch_rows or len(tokens)
+        options = {"response_width": response_width, "share": math.gcd(rows, group_size)}
+        indices = _split(jnp.arange(len(tokens)), rows, group_size)
+        log_probs = jax.lax.map(lambda i: log_probs_fn(model, tokens[i], padding_mask[i], **options)[0], indices)
+        return jnp.zeros((len(tokens), response_width)).at[indices.ravel()].set(log_probs.reshape(-1, response_width))
 
     return jax.jit(score_step, static_argnums=3)

@@ -1,0 +1,36 @@
+"""A 1M-parameter model from nothing: supervised warm start on written demonstrations, then CISPO, on a laptop CPU.
+
+    python -m experiments.train --config=configs/from_scratch.py --workdir=runs/from_scratch
+"""
+
+from cispo_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.num_steps = 30
+    config.model.preset = "tiny"
+    config.model.tokenizer = "characters:0123456789+-=, "
+    config.model.remat = False
+    config.data.source = "arithmetic"
+    config.data.options.wording = "{expression}="
+    config.data.options.min_value = 0
+    config.data.options.max_value = 99
+    config.data.options.style = "steps"
+    config.data.template = "raw"
+    config.data.train_size = 4096
+    config.data.eval_size = 512
+    config.data.max_prompt_tokens = 16
+    config.sft.num_steps = 300
+    config.sft.batch_size = 64
+    config.sft.learning_rate = 1e-3
+    config.sampling.prompts_per_step = 32
+    config.sampling.group_size = 8
+    config.sampling.max_new_tokens = 32
+    config.objective.num_minibatches = 16
+    config.optimizer.learning_rate = 1e-4
+    config.evaluation.every = 10
+    config.evaluation.num_problems = 512
+    config.evaluation.batch_rows = 256
+    config.checkpoint.every = 10
+    return config
