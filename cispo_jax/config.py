@@ -249,8 +249,10 @@ def from_config_dict(config: Mapping[str, Any] | Config) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested plain values, for `config.json`."""
-    return dataclasses.asdict(config)
+    """Nested plain values, for `config.json`; `from_config_dict` reads them back."""
+    values = dataclasses.asdict(config)
+    values["rewards"] |= values["rewards"].pop("functions")
+    return values
 
 
 def suggest(name: str, valid: typing.Iterable[str]) -> str:
