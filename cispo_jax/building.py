@@ -191,7 +191,7 @@ def resolve_objective(settings: ObjectiveSettings, function: Callable | None, no
     """The loss with its epsilons bound, the aggregation, and the upper epsilon that `clip/at_cap` reports on."""
     name = settings.name
     if function is None and ":" in name:
-        function = rewards.resolve(name, "config.objective.name")
+        function = rewards.load_function(name, "config.objective.name")
     if function is None and name not in OBJECTIVES:
         raise ConfigError(
             f"config.objective.name={name!r}: valid values are {', '.join(OBJECTIVES)}, or module_or_file:function for your own."

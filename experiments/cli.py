@@ -94,6 +94,8 @@ def parse(argv: list[str]) -> Config:
     if "workdir" in flags.FLAGS and not flags.FLAGS.workdir:
         raise ConfigError("--workdir=DIR is missing: the directory where the run is kept, e.g. --workdir=runs/first.")
     page = flags.FLAGS.config.copy_and_resolve_references().unlock()
+    if any(re.match(r"--?config\.data\.source(=|$)", arg) for arg in argv):
+        page.data.options = type(page)()  # the page's options are for the page's own source
     for name, value in extra:
         *sections, key = name.split(".")
         table = page
