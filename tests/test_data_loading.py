@@ -258,7 +258,7 @@ def test_generated_training_with_an_evaluation_file(small, tmp_path):
     [
         ('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answr": 2}',
          r"line 2 has no field 'answer' \(config\.data\.answer_field\)\. Did you mean .answr.\? It has: prompt, answr"),
-        ('{"promt": "a", "answer": 1}', r"line 1 has no field 'prompt' \(config\.data\.prompt_field\)\. Did you .* .promt."),
+        ('{"promt": "a", "answer": 1}', r"line 1 has no field 'prompt' \(config\.data\.prompt_field\)\. .*promt"),
         ('{"prompt": "a", "answer": 1}\n\n{"prompt": "b",', r"line 3 is not JSON .*: '\{\"prompt\": \"b\",'"),
         ('["a", 1]', r"line 1 is a JSON list, not an object"),
         ('{"prompt": "a", "answer": 1}\n{"prompt": "a", "answer": 2}',
