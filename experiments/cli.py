@@ -75,6 +75,7 @@ def parse(argv: list[str]) -> Config:
         print(flags.FLAGS.main_module_help())
         sys.exit(0)
     argv, extra = _take_open_tables(argv)
+    sys.argv = argv  # config_flags looks for overrides there, not in what it is handed
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
@@ -152,4 +153,5 @@ def _unknown_key(argv: list[str], error: Exception) -> str:
                 mean = f" It exists as {' and '.join(elsewhere)}." if elsewhere else mean
                 where = "config" + "".join(f".{p}" for p in parts[:depth])
                 return f"{arg.split('=')[0]}: unknown setting {part!r} in {where}.{mean} Valid there: {', '.join(names)}."
+            table = table[part]
     return f"--config: {_first_paragraph(error)}"
