@@ -87,7 +87,7 @@ def make_train_step(
         # Without a trained token nothing moves: Adam would still step on a zero gradient.
         trained = jnp.any(batch.loss_mask)
         state = jax.lax.cond(trained, move, lambda state: state, state)
-        metrics = {"loss": loss, "grad/norm": optax.global_norm(gradient), "updates": trained.astype(jnp.int32), "sums": sums}
+        metrics = {"loss": loss, "grad/norm": optax.tree.norm(gradient), "updates": trained.astype(jnp.int32), "sums": sums}
         return state, metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
