@@ -1,0 +1,87 @@
+"""Small runs for the tests: the debug page with changes, on a list of sums and on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cispo_jax import building, models, sharding
+from cispo_jax.config import Config, MeshSettings, from_config_dict
+from cispo_jax.log_probs import fused_token_log_probs
+from cispo_jax.models import Transformer, TransformerConfig
+from configs import debug
+
+SUMS = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 9) for b in range(2, 9)]
+TINY = TransformerConfig(17, 16, 2, 4, 2, 4, 24)  # smaller than the smallest preset: compiles in a blink
+
+
+def config(**changes) -> Config:
+    """The debug page; `sampling__group_size=2` changes `config.sampling.group_size`."""
+    page = debug.get_config()
+    page.mesh.fsdp = 1
+    page.logging.tensorboard = False
+    page.evaluation.every = 0
+    page.evaluation.num_problems = 4
+    page.evaluation.samples = 0
+    page.sampling.dynamic = False
+    for name, value in changes.items():
+        *sections, key = name.split("__")
+        table = page
+        for section in sections:
+            table = table[section]
+        table[key] = value
+    return from_config_dict(page)
+
+
+def on_one_device(monkeypatch):
+    """Runs see one of the fake devices only."""
+    one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(sharding, "make_mesh", one)
+
+
+def mesh(**sizes):
+    settings = MeshSettings(**{"data": 1, "fsdp": 1, **sizes})
+    count = int(np.prod([settings.data, settings.fsdp, settings.tensor, settings.expert]))
+    return sharding.make_mesh(settings, jax.devices()[:count])
+
+
+def model(config=TINY, seed=0) -> Transformer:
+    """Random weights far from their initial values, so that distributions are peaked and every parameter matters; no compilation."""
+    abstract = jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0)))
+    generator = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        name = jax.tree_util.keystr(path)
+        noise = generator.normal(size=leaf.shape)
+        scale = 0.5 if "embedding" in name or "head" in name else 0.1
+        values = 1 + 0.2 * noise if "norm" in name else 0.2 * noise if "bias" in name else scale * noise
+        return jnp.asarray(values.astype(np.float32))
+
+    return jax.tree_util.tree_map_with_path(fill, abstract)
+
+
+def log_probs_fn(model, tokens, padding_mask, *, response_width, share=1, temperature=1.0, dtype=jnp.float32):
+    """The trainer's: log-probs and entropy of the response tokens, shared prompts once."""
+    options = dict(response_width=response_width, share=share, dtype=dtype)
+    hidden = models.response_states(model, tokens, padding_mask, **options)
+    return fused_token_log_probs(
+        hidden, models.head_matrix(model), tokens[:, -response_width:], temperature=temperature
+    )
+
+
+def plain_log_probs(model, tokens, padding_mask, width, *, temperature=1.0, dtype=jnp.float32):
+    """The same by the book: every row whole, through `hidden_states`, shifted by one."""
+    hidden = models.hidden_states(model, tokens, padding_mask, dtype=dtype)[:, -width - 1 : -1]
+    return fused_token_log_probs(hidden, models.head_matrix(model), tokens[:, -width:], temperature=temperature)
+
+
+def rows_of(rollout):
+    return (
+        np.concatenate([rollout.prompt_tokens, rollout.response_tokens], axis=1),
+        np.concatenate([rollout.prompt_mask, rollout.response_mask], axis=1),
+    )
+
+
+def build(settings, **arguments):
+    return building.build(settings, **{"dataset": SUMS, **arguments})
