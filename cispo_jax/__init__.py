@@ -4,9 +4,7 @@ The functional API below is resolved on first use (PEP 562): `import cispo_jax` 
 loads jax and chex, and only the trainer needs flax, optax and orbax.
 """
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # type checkers take it as true; importing `typing` would cost more than all the rest here
 if TYPE_CHECKING:
     from cispo_jax.advantages import group_relative_advantages, rloo_advantages
     from cispo_jax.diagnostics import clip_sums, gradient_weights, rollout_mismatch
@@ -47,26 +45,32 @@ __all__ = [
     "unified_loss",
 ]
 
-_MODULE_OF = {
-    **dict.fromkeys(("group_relative_advantages", "rloo_advantages"), "advantages"),
-    **dict.fromkeys(("clip_sums", "gradient_weights", "rollout_mismatch"), "diagnostics"),
-    **dict.fromkeys(("fused_token_log_probs", "head_logits", "token_log_probs"), "log_probs"),
+_MODULE_OF = {  # the rest is in objectives
+    "clip_sums": "diagnostics",
+    "fused_token_log_probs": "log_probs",
+    "gradient_weights": "diagnostics",
+    "group_relative_advantages": "advantages",
+    "head_logits": "log_probs",
+    "rloo_advantages": "advantages",
+    "rollout_mismatch": "diagnostics",
+    "token_log_probs": "log_probs",
 }
-_SUBMODULES = frozenset(
-    "advantages config data diagnostics evaluation log_probs masked models objectives rewards sampling sharding trainer "
-    "training types weights".split()
-)
+_SUBMODULES = {
+    *("advantages", "config", "data", "diagnostics", "evaluation", "log_probs", "masked", "models", "objectives"),
+    *("rewards", "sampling", "sharding", "trainer", "training", "types", "weights"),
+}
 
 
 def __getattr__(name: str):
-    # Only public names are looked up: `hasattr(cispo_jax, "_x")` must not load jax.
+    import importlib
+
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in __all__:
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'objectives')}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:  # before any import: `hasattr(cispo_jax, "_x")` must not load jax
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'objectives')}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -6,10 +6,9 @@ rows (e.g. truncated ones) after the advantages are computed, never before: a gr
 
 import chex
 import jax.numpy as jnp
+from jax import Array
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
-
-from cispo_jax.masked import Array
 
 
 def group_relative_advantages(

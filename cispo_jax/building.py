@@ -27,7 +27,8 @@ from cispo_jax.training.train_step import init_state, make_score_step, make_trai
 from cispo_jax.types import Rollout, TrainState
 
 OBJECTIVES: dict[str, Callable] = {
-    name: getattr(objectives, f"{name}_loss") for name in ("cispo", "reinforce", "ppo", "grpo", "dapo", "gspo", "unified")
+    name: getattr(objectives, f"{name}_loss")
+    for name in ("cispo", "reinforce", "ppo", "grpo", "dapo", "gspo", "unified")
 }
 
 
@@ -96,26 +97,28 @@ def build(
         )
     tokenizer = _tokenizer(config)
     problems = data.load(config.data) if dataset is None else data.from_examples(dataset, config.data)
-    if config.sft.num_steps and "response" not in problems.train[0]:
-        raise ConfigError(
-            f"config.sft.num_steps={config.sft.num_steps}: the training problems have no `response` to imitate; they have "
-            f"{', '.join(problems.train[0])}."
-        )
-    notes.append(problems.description)
     prompter = data.Prompter(config.data, tokenizer)
     problems = dataclasses.replace(
         problems, train=prompter.check(problems.train), evaluation=prompter.check(problems.evaluation)
     )
     width = max(len(prompter.encode(e)) for part in (problems.train, problems.evaluation) for e in part)
     score = _scorer(config, problems, reward)
+    if config.sft.num_steps:
+        _check_demonstrations(config, problems, tokenizer)
 
     mesh = sharding.make_mesh(config.mesh)
     _check_rows(config, sharding.batch_devices(mesh))
     architecture = _architecture(config, tokenizer, model)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise ConfigError(
+            f"config.model.tokenizer={config.model.tokenizer or config.model.weights!r} has {tokenizer.vocab_size:,} tokens, the "
+            f"model only {architecture.vocab_size:,}: they do not belong together."
+        )
     key = jax.random.key(config.seed)
     optimizer = make_optimizer(config.optimizer)
     abstract = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=key), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
+    sharding.check_divisible(abstract.model, shardings.model, mesh)
 
     def make_model():
         if model is not None:
@@ -126,22 +129,22 @@ def build(
 
     dtype = jnp.dtype(config.model.dtype)
     rows_sharding = sharding.batch_sharding(mesh)
-    shard_rows = lambda x: jax.device_put(x, rows_sharding if len(x) % sharding.batch_devices(mesh) == 0 else sharding.replicated(mesh))
+    whole = sharding.replicated(mesh)
+    shard_rows = lambda x: jax.device_put(x, whole if len(x) % sharding.batch_devices(mesh) else rows_sharding)
     limit = weights.context_length(config.model.weights) if config.model.weights else None
 
+    sampler = sample_groups if sample_fn is None else sample_fn
+    layout = {
+        "prompt_width": width,
+        "max_tokens": limit,
+        "pad_id": tokenizer.pad_id,
+        "dtype": dtype,
+        "shard_rows": shard_rows,
+    }
+
     def sample(model, prompts, **options):
-        return sample_groups(
-            model,
-            prompts,
-            max_new_tokens=config.sampling.max_new_tokens,
-            eos_ids=tokenizer.eos_ids,
-            prompt_width=width,
-            max_tokens=limit,
-            pad_id=tokenizer.pad_id,
-            dtype=dtype,
-            shard_rows=shard_rows,
-            **options,
-        )
+        common = {"max_new_tokens": config.sampling.max_new_tokens, "eos_ids": tokenizer.eos_ids}
+        return sampler(model, prompts, **_accepted(sampler, layout | options) | common)
 
     def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
@@ -160,7 +163,7 @@ def build(
         stream=data.PromptStream(problems.train, config.seed),
         encode=prompter.encode,
         score=score,
-        sample=sample if sample_fn is None else sample_fn,
+        sample=sample,
         mesh=mesh,
         optimizer=optimizer,
         make_model=make_model,
@@ -179,7 +182,9 @@ def build(
             epsilon_high=cap,
             shardings=shardings,
         ),
-        score_step=make_score_step(log_probs_fn, group_size=config.sampling.group_size, micro_batch_rows=config.objective.micro_batch_rows),
+        score_step=make_score_step(
+            log_probs_fn, group_size=config.sampling.group_size, micro_batch_rows=config.objective.micro_batch_rows
+        ),
         to_sampling=_sampling_layout(abstract.model, mesh, dtype),
         shard_rows=shard_rows,
         prompt_width=width,
@@ -187,7 +192,9 @@ def build(
     )
 
 
-def resolve_objective(settings: ObjectiveSettings, function: Callable | None, notes: list[str]) -> tuple[Callable, str, float]:
+def resolve_objective(
+    settings: ObjectiveSettings, function: Callable | None, notes: list[str]
+) -> tuple[Callable, str, float]:
     """The loss with its epsilons bound, the aggregation, and the upper epsilon that `clip/at_cap` reports on."""
     name = settings.name
     if function is None and ":" in name:
@@ -204,32 +211,34 @@ def resolve_objective(settings: ObjectiveSettings, function: Callable | None, no
         raise ConfigError(
             f"config.objective.name={name}: the function must have the signature of cispo_jax.cispo_loss; it has no `aggregation`."
         )
-    bound: dict[str, Any] = {}
-    if name == "unified" and function is None:
-        bound["weight_clip"] = (settings.epsilon_low, settings.epsilon_high)
-        bound["mask_clip"] = (settings.mask_epsilon_low, settings.mask_epsilon_high)
-        if settings.epsilon_low is None and settings.epsilon_high is None:
-            bound.pop("weight_clip")
+    high = parameters["epsilon_high"].default if "epsilon_high" in parameters else 4.0
+    cap = float(settings.epsilon_high or (high if isinstance(high, int | float) else 4.0))
+    if function is None and name == "unified":
+        bound: dict[str, Any] = {
+            "weight_clip": (settings.epsilon_low, cap),
+            "mask_clip": (settings.mask_epsilon_low, settings.mask_epsilon_high),
+        }
     else:
         chosen = {"epsilon_low": settings.epsilon_low, "epsilon_high": settings.epsilon_high}
-        chosen = {key: value for key, value in chosen.items() if value is not None}
-        unknown = [] if any_keyword else [key for key in chosen if key not in parameters]
+        bound = {key: value for key, value in chosen.items() if value is not None}
+        unknown = [] if any_keyword else [key for key in bound if key not in parameters]
         if unknown:
-            raise ConfigError(f"config.objective.{unknown[0]}={chosen[unknown[0]]}: the objective {name!r} has no such bound; leave it out.")
-        bound |= chosen
+            raise ConfigError(
+                f"config.objective.{unknown[0]}={bound[unknown[0]]}: the objective {name!r} has no such bound; leave it out."
+            )
     if settings.epsilon_low is not None and settings.epsilon_low < 1 and name in ("cispo", "unified"):
         notes.append(
             f"warning: config.objective.epsilon_low={settings.epsilon_low} puts a floor of {1 - settings.epsilon_low:g} under the weight: "
             "tokens that the policy has left keep being pushed. MiniMax-M1 and ScaleRL use no lower bound (epsilon_low=None)."
         )
     default = parameters["aggregation"].default if "aggregation" in parameters else "token"
-    aggregation = settings.aggregation or (default if default in objectives.AGGREGATIONS and default != "none" else "token")
-    high = parameters["epsilon_high"].default if "epsilon_high" in parameters else 4.0
-    cap = settings.epsilon_high or (high if isinstance(high, int | float) else 4.0)
+    aggregation = settings.aggregation or (
+        default if default in objectives.AGGREGATIONS and default != "none" else "token"
+    )
     bind = (lambda *arrays, **options: loss_fn(*arrays, **bound, **options)) if bound else loss_fn
     if function is not None:
         _check_objective(name, bind, settings, notes)
-    return bind, aggregation, float(cap)
+    return bind, aggregation, cap
 
 
 def _check_objective(name: str, loss_fn: Callable, settings: ObjectiveSettings, notes: list[str]) -> None:
@@ -250,8 +259,18 @@ def _check_objective(name: str, loss_fn: Callable, settings: ObjectiveSettings, 
             "sum(coefficient x term)), so it reduces as it likes"
         )
         if settings.micro_batch_rows:
-            raise ConfigError(f"config.objective.micro_batch_rows={settings.micro_batch_rows}: {message}; micro-batches would not add up.")
+            raise ConfigError(
+                f"config.objective.micro_batch_rows={settings.micro_batch_rows}: {message}; micro-batches would not add up."
+            )
         notes.append(f"warning: {message}; config.objective.aggregation has no effect.")
+
+
+def _accepted(function: Callable, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that the function takes: a user's sampler need not know our layout."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return options
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 def _tokenizer(config: Config) -> tokenizers.Tokenizer:
@@ -302,25 +321,39 @@ def _sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[A
         return lambda model: model
 
     def cast(model):
+        """What the layers multiply by goes to the compute dtype; norms, embedding and head stay float32, as in training."""
         model = jax.tree.map(lambda x: x, model)
-        model.layers = jax.tree.map(lambda x: x.astype(dtype), model.layers)
+        keep = lambda path: any("norm" in str(getattr(part, "name", getattr(part, "key", ""))) for part in path)
+        to_dtype = lambda path, x: x if keep(path) else x.astype(dtype)
+        model.layers = jax.tree_util.tree_map_with_path(to_dtype, model.layers)
         return model
 
     return jax.jit(cast, out_shardings=sharding.sampling_shardings(jax.eval_shape(cast, abstract), mesh))
 
 
+def _check_demonstrations(config: Config, problems: data.Problems, tokenizer: tokenizers.Tokenizer) -> None:
+    """Every demonstration must exist and fit a response, known before the first update."""
+    limit = config.sampling.max_new_tokens
+    for example in (problems.train[i] for i in range(len(problems.train))):
+        if not example.get("response"):
+            raise ConfigError(
+                f"config.sft.num_steps={config.sft.num_steps}: the training problem {example['prompt']!r} has no `response` to imitate; "
+                f"it has {', '.join(example)}."
+            )
+        length = len(tokenizer.encode(example["response"])) + 1
+        if length > limit:
+            raise ConfigError(
+                f"config.sampling.max_new_tokens={limit}: the demonstration of {example['prompt']!r} has {length} tokens with its end; "
+                f"set it to at least that."
+            )
+
+
 def _demonstrations(run: Run) -> Callable[[int], tuple[Sequence[int], Sequence[int]]]:
     """The i-th demonstration of the stream: prompt ids, response ids with the EOS."""
     end = list(run.tokenizer.eos_ids[:1])
-    limit = run.config.sampling.max_new_tokens
 
     def pair(index: int):
         example = run.stream[index]
-        response = run.tokenizer.encode(example["response"]) + end
-        if len(response) > limit:
-            raise ConfigError(
-                f"a demonstration of {len(response)} tokens is longer than config.sampling.max_new_tokens={limit}: {example['prompt']!r}."
-            )
-        return run.encode(example), response
+        return run.encode(example), run.tokenizer.encode(example["response"]) + end
 
     return pair

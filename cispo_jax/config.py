@@ -7,6 +7,7 @@ A config page (`configs/*.py`) returns an `ml_collections.ConfigDict` made by `d
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import math
@@ -22,7 +23,9 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelSettings:
-    preset: str = "smollm2-135m"  # architecture (cispo_jax.models.PRESETS); weights that bring their own architecture override it
+    preset: str = (
+        "smollm2-135m"  # architecture (cispo_jax.models.PRESETS); weights that bring their own architecture override it
+    )
     weights: str = ""  # "" = random; a directory, a .gguf file, package:NAME (a .gguf inside an installed package)
     tokenizer: str = ""  # "" = the weights' own; characters:ABC = one token a character; path of a tokenizer.json
     dtype: str = "float32"  # compute dtype: float32 | bfloat16; parameters, optimizer, head and softmax stay float32
@@ -91,7 +94,9 @@ class ObjectiveSettings:
     num_minibatches: int = 16  # a rollout batch is split into so many mini-batches of whole groups ...
     num_epochs: int = 1  # ... and passed over so many times: updates a step = num_minibatches x num_epochs
     micro_batch_rows: int = 0  # rows of one forward and backward pass; 0 = the whole mini-batch
-    anchor: str = "old"  # denominator of the ratio: old = a forward pass of the trainer | rollout = the sampler's record
+    anchor: str = (
+        "old"  # denominator of the ratio: old = a forward pass of the trainer | rollout = the sampler's record
+    )
     advantage: str = "group"  # group (mean of the group) | rloo (mean of the others)
     advantage_scale: str = "group"  # divide by the standard deviation of the group | batch | none
     train_truncated: bool = True  # False: responses that hit max_new_tokens leave the loss
@@ -178,6 +183,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.warmup_unit": ("rollout_steps", "updates"),
 }
 MINIMUM: dict[str, float] = {
+    "seed": 0,
     "num_steps": 0,
     "data.train_size": 1,
     "data.eval_size": 1,
@@ -255,8 +261,46 @@ def to_dict(config: Config) -> dict[str, Any]:
     return values
 
 
+def set_from_text(page: dict[str, Any], name: str, text: str) -> None:
+    """Sets `name` ("section.key") in a page's nested dicts from the text of a flag, read as the setting's type."""
+    *sections, key = name.split(".")
+    hint: Any = Config
+    path = ""
+    for section in sections:
+        if not dataclasses.is_dataclass(hint):
+            raise ConfigError(f"config.{path[:-1]} is a value, not a section: config.{name} does not exist.")
+        hints = typing.get_type_hints(hint)
+        if section not in hints:
+            raise ConfigError(_unknown(section, path, list(hints)))
+        hint, page, path = hints[section], page.setdefault(section, {}), f"{path}{section}."
+    if typing.get_origin(hint) is Mapping:  # a table of free keys
+        page[key] = _literal(text)
+        return
+    if not dataclasses.is_dataclass(hint):
+        raise ConfigError(f"config.{path[:-1]} is a value, not a section: config.{name} does not exist.")
+    hints = typing.get_type_hints(hint)
+    if hint is RewardSettings and (key not in hints or key == "functions"):
+        page[key] = text
+    elif key not in hints:
+        raise ConfigError(_unknown(key, path, list(hints)))
+    else:
+        kind = _optional(hints[key])
+        value: Any = text if kind is str and not (kind is not hints[key] and text in ("None", "")) else _literal(text)
+        if kind is bool and text.lower() in ("true", "false"):
+            value = text.lower() == "true"
+        page[key] = _convert(hints[key], value, name)
+
+
+def _literal(text: str) -> Any:
+    """A Python literal, or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def suggest(name: str, valid: typing.Iterable[str]) -> str:
-    """ ' Did you mean "x"?' for the closest valid name, or nothing. """
+    """' Did you mean "x"?' for the closest valid name, or nothing."""
     close = difflib.get_close_matches(name, list(valid), n=1)
     return f' Did you mean "{close[0]}"?' if close else ""
 
@@ -266,7 +310,9 @@ def validate(config: Config) -> None:
     for name, choices in CHOICES.items():
         value = _get(config, name)
         if value not in choices and not (value is None and name == "objective.aggregation"):
-            raise ConfigError(f"config.{name}={value!r}: valid values are {', '.join(choices)}.{suggest(str(value), choices)}")
+            raise ConfigError(
+                f"config.{name}={value!r}: valid values are {', '.join(choices)}.{suggest(str(value), choices)}"
+            )
     for name, least in MINIMUM.items():
         if not _get(config, name) >= least:
             reason = f" ({WHY[name]})" if name in WHY else ""
@@ -280,11 +326,15 @@ def validate(config: Config) -> None:
     _validate_objective(config.objective)
     for name in ("b1", "b2"):
         if not 0 <= getattr(config.optimizer, name) < 1:
-            raise ConfigError(f"config.optimizer.{name}={getattr(config.optimizer, name)}: valid values are 0 <= {name} < 1.")
+            raise ConfigError(
+                f"config.optimizer.{name}={getattr(config.optimizer, name)}: valid values are 0 <= {name} < 1."
+            )
     if not 0 < config.evaluation.top_p <= 1:
         raise ConfigError(f"config.evaluation.top_p={config.evaluation.top_p}: valid values are 0 < top_p <= 1.")
     if config.evaluation.samples and config.evaluation.temperature == 0:
-        raise ConfigError("config.evaluation.temperature=0 with evaluation.samples > 0: avg@k needs samples; use a temperature > 0.")
+        raise ConfigError(
+            "config.evaluation.temperature=0 with evaluation.samples > 0: avg@k needs samples; use a temperature > 0."
+        )
     profile_steps(config.profile)
 
 
@@ -335,18 +385,21 @@ def _validate_sampling(config: Config) -> None:
 def _validate_objective(objective: ObjectiveSettings) -> None:
     for name in ("epsilon_high", "mask_epsilon_high"):
         value = getattr(objective, name)
-        if value is not None and not value > 0:
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(
                 f"config.objective.{name}={value}: an upper epsilon must be above 0; it is an offset, the bound is 1 + {name} "
                 "(an absolute cap c of other libraries is epsilon_high = c - 1)."
             )
     for name in ("epsilon_low", "mask_epsilon_low"):
         value = getattr(objective, name)
-        if value is not None and value < 0:
-            raise ConfigError(f"config.objective.{name}={value}: the lower bound is 1 - {name}; valid: 0 or more, 1 or more = off.")
+        if value is not None and not value >= 0:
+            raise ConfigError(
+                f"config.objective.{name}={value}: the lower bound is 1 - {name}; valid: 0 or more, 1 or more = off."
+            )
     if objective.name != "unified" and (objective.mask_epsilon_low, objective.mask_epsilon_high) != (None, None):
         raise ConfigError(
-            f"config.objective.mask_epsilon_low/high belong to config.objective.name=unified (Eq. 5), not to {objective.name!r}."
+            f"config.objective.mask_epsilon_low={objective.mask_epsilon_low}, mask_epsilon_high={objective.mask_epsilon_high} belong to "
+            f"config.objective.name=unified (Eq. 5), not to {objective.name!r}; leave them out."
         )
     cap = objective.truncated_importance_cap
     if cap is not None and not cap > 0:

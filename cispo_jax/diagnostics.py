@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
 
 from cispo_jax import masked, objectives
-from cispo_jax.masked import Array, Sums
+from cispo_jax.masked import Sums
 
 PPO_CLIP = (0.2, 0.2)
 DAPO_CLIP = (0.2, 0.28)
@@ -30,11 +32,11 @@ def clip_sums(
       `clip/at_cap`: share with r > 1 + epsilon_high, either sign of A;
       `policy/ratio_mean`, `policy/ratio_max` (a maximum, not a sum).
     """
-    arrays = dict(old_log_probs=old_log_probs, advantages=advantages, loss_mask=loss_mask)
-    objectives.check_arrays(jnp.shape(log_probs), **arrays)
+    arrays = {"old_log_probs": old_log_probs, "advantages": advantages, "loss_mask": loss_mask}
+    masked.check_arrays(np.shape(log_probs), **arrays)
     mask = masked.counted(loss_mask)
     ratio = objectives.policy_ratio(log_probs, old_log_probs, mask)
-    advantages = objectives.select(mask, advantages)
+    advantages = masked.select(mask, advantages)
     cap = jnp.inf if epsilon_high is None else 1 + epsilon_high
     of_tokens = {
         "clip/dropped_ppo": objectives.dropped_by_ppo(ratio, advantages, PPO_CLIP),
@@ -52,7 +54,7 @@ def rollout_mismatch(log_probs: ArrayLike, rollout_log_probs: ArrayLike, loss_ma
 
     `log_probs` are the trainer's before the first update, `rollout_log_probs` what the sampler recorded; all [B, T].
     """
-    objectives.check_arrays(jnp.shape(log_probs), rollout_log_probs=rollout_log_probs, loss_mask=loss_mask)
+    masked.check_arrays(np.shape(log_probs), rollout_log_probs=rollout_log_probs, loss_mask=loss_mask)
     mask = masked.counted(loss_mask)
     mismatch = jnp.abs(objectives.policy_ratio(log_probs, rollout_log_probs, mask) - 1)
     return {

@@ -44,7 +44,7 @@ def evaluate(
     """
     start = time.monotonic()
     examples = [examples[i] for i in range(min(settings.num_problems or len(examples), len(examples)))]
-    responses, rollout = _respond(model, examples, settings, 1, sample, encode, decode, seed, step)
+    responses, rollout = _respond(model, examples, settings, 0, sample, encode, decode, seed, step)
     lengths = rollout.lengths
     arguments = dict(examples=examples, finish_reasons=rollout.finish_reasons, response_tokens=lengths.tolist())
     correct = is_correct(responses, **arguments)
@@ -52,10 +52,10 @@ def evaluate(
     right = [value >= 1 for value in correct if value is not None]
     low, high = wilson_interval(sum(right), len(right))
     metrics = {
-        "eval/accuracy": sum(right) / max(len(right), 1),
+        "eval/accuracy": sum(right) / len(right) if right else math.nan,
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
-        "eval/reward": float(np.mean([r for r in rewards if r is not None] or [0.0])),
+        "eval/reward": float(np.mean([r for r in rewards if r is not None] or [np.nan])),
         "eval/length": float(lengths.mean()),
         "eval/truncated": float(np.mean(rollout.finish_reason == 1)),
         "eval/unscored": float(len(correct) - len(right)),
@@ -69,12 +69,19 @@ def evaluate(
         )
         grid = np.array([np.nan if s is None else float(s >= 1) for s in scores]).reshape(-1, k)
         per_problem = np.array([row[~np.isnan(row)].mean() for row in grid if not np.isnan(row).all()])
-        mean = float(per_problem.mean()) if len(per_problem) else 0.0
+        mean = float(per_problem.mean()) if len(per_problem) else math.nan
         half = 1.96 * float(per_problem.std(ddof=1)) / math.sqrt(len(per_problem)) if len(per_problem) > 1 else 0.0
         metrics |= {f"eval/avg@{k}": mean, f"eval/avg@{k}_low": mean - half, f"eval/avg@{k}_high": mean + half}
     metrics["time/evaluate"] = time.monotonic() - start
     records = [
-        {"prompt": e["prompt"], "answer": e["answer"], "response": r, "correct": c, "verdict": verdict(r, e), "finish_reason": f}
+        {
+            "prompt": e["prompt"],
+            "answer": e["answer"],
+            "response": r,
+            "correct": c,
+            "verdict": verdict(r, e),
+            "finish_reason": f,
+        }
         for e, r, c, f in zip(examples, responses, correct, rollout.finish_reasons, strict=True)
     ]
     return metrics, records
@@ -87,7 +94,7 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> Interval:
     p = successes / trials
     center = p + z**2 / (2 * trials)
     half = z * math.sqrt(p * (1 - p) / trials + z**2 / (4 * trials**2))
-    return (center - half) / (1 + z**2 / trials), (center + half) / (1 + z**2 / trials)
+    return max(center - half, 0.0) / (1 + z**2 / trials), min((center + half) / (1 + z**2 / trials), 1.0)
 
 
 def write_records(path: epath.Path, records: list[dict[str, Any]]) -> None:
@@ -110,7 +117,9 @@ def compare(before: epath.Path, after: epath.Path) -> str:
             if record:
                 text = " ".join(record["response"].split())
                 prompt = " ".join(record["prompt"].split())
-                lines.append(f"  {name + ', ' + kind + ':':<22}{_short(prompt, 44)} -> {_short(text, 60)!r} (answer {record['answer']})")
+                lines.append(
+                    f"  {name + ', ' + kind + ':':<22}{_short(prompt, 44)} -> {_short(text, 60)!r} (answer {record['answer']})"
+                )
     return "\n".join(lines)
 
 
@@ -119,9 +128,10 @@ def _short(text: str, width: int) -> str:
 
 
 def _respond(model, examples, settings, k, sample, encode, decode, seed, step):
-    """Texts and rollout of k responses to each example (k = 1: greedy), a fixed number of rows at a time."""
+    """Texts and rollout of k sampled responses to each example, or of the greedy one (k = 0), a fixed number of rows at a time."""
+    temperature, top_p, top_k = (settings.temperature, settings.top_p, settings.top_k) if k else (0.0, 1.0, 0)
+    k = max(k, 1)
     per_call = max(1, settings.batch_rows // k)
-    temperature, top_p, top_k = (settings.temperature, settings.top_p, settings.top_k) if k > 1 else (0.0, 1.0, 0)
     rollouts = []
     for first in range(0, len(examples), per_call):
         prompts = [encode(example) for example in examples[first : first + per_call]]

@@ -9,10 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.core import Tracer
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
-
-from cispo_jax.masked import Array
 
 
 def head_logits(hidden: Array, head: Array) -> Array:
@@ -39,7 +39,7 @@ def token_log_probs(logits: ArrayLike, tokens: ArrayLike, temperature: ArrayLike
     Raises:
       ValueError: shapes that do not fit, a temperature that is not positive.
     """
-    _check(jnp.shape(logits)[:-1], tokens, temperature)
+    _check(np.shape(logits)[:-1], tokens, temperature)
     logits = jnp.asarray(logits, jnp.float32) / temperature
     chosen = jnp.take_along_axis(logits, jnp.asarray(tokens)[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
@@ -145,9 +145,11 @@ def _join(x: Array) -> Array:
 
 
 def _check(shape: tuple[int, ...], tokens: ArrayLike, temperature: ArrayLike) -> None:
-    if jnp.shape(tokens) != shape:
-        raise ValueError(f"tokens must have the leading shape {shape} of the other input, got {jnp.shape(tokens)}")
+    if np.shape(tokens) != shape:
+        raise ValueError(f"tokens must have the leading shape {shape} of the other input, got {np.shape(tokens)}")
     if not jnp.issubdtype(jnp.asarray(tokens).dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, got {jnp.asarray(tokens).dtype}")
-    if not isinstance(temperature, jax.core.Tracer) and not np.asarray(temperature) > 0:
-        raise ValueError(f"temperature is {temperature!r}; valid: a number > 0 (greedy decoding has log-probs at temperature 1)")
+    if not isinstance(temperature, Tracer) and not np.asarray(temperature) > 0:
+        raise ValueError(
+            f"temperature is {temperature!r}; valid: a number > 0 (greedy decoding has log-probs at temperature 1)"
+        )

@@ -37,18 +37,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.core import Tracer
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from cispo_jax import masked
-from cispo_jax.masked import Array, Sums
+from cispo_jax.masked import Reduction, Sums, select
 
 LOG_RATIO_LIMIT = 80.0  # exp(80) = 5.5e34 leaves float32 room for a sum over thousands of tokens
-AGGREGATIONS = ("token", "prompt", "sequence", "constant", "none")
+AGGREGATIONS = masked.AGGREGATIONS
 
 Epsilon = ArrayLike | None
 Clip = tuple[Epsilon, Epsilon]  # (epsilon_low, epsilon_high), None = that side is off
@@ -60,7 +61,9 @@ class _Row(NamedTuple):
 
     weight_clip: Clip = (None, None)  # range of the weight
     mask_clip: Clip = (None, None)  # range outside which PPO's minimum drops a token
-    ratio_is_surrogate: bool = False  # the term is r A (its value is PPO's) instead of sg(weight) A log pi; same gradient
+    ratio_is_surrogate: bool = (
+        False  # the term is r A (its value is PPO's) instead of sg(weight) A log pi; same gradient
+    )
     sequence_ratio: bool = False  # one ratio a response: GSPO
 
 
@@ -85,9 +88,9 @@ def cispo_loss(
     MiniMax and ScaleRL switch the lower bound off (None, or any value >= 1) and cap at 1 + epsilon_high = 5 or so. A positive lower
     bound keeps pushing tokens that the policy has left. Arguments, returns, errors and other libraries' epsilons: see the module.
     """
-    row = _Row(weight_clip=_range("epsilon", epsilon_low, epsilon_high))
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(row, *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    row = _Row(weight_clip=_checked(epsilon_low, epsilon_high))
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(row, reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def reinforce_loss(
@@ -108,8 +111,8 @@ def reinforce_loss(
 
     Arguments, returns, errors: see the module.
     """
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(_Row(), *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(_Row(), reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def ppo_loss(
@@ -132,9 +135,9 @@ def ppo_loss(
 
     A ratio exactly at a bound keeps its gradient. Arguments, returns, errors and other libraries' epsilons: see the module.
     """
-    row = _Row(mask_clip=_range("epsilon", epsilon_low, epsilon_high), ratio_is_surrogate=True)
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(row, *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    row = _Row(mask_clip=_checked(epsilon_low, epsilon_high), ratio_is_surrogate=True)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(row, reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def grpo_loss(
@@ -156,9 +159,9 @@ def grpo_loss(
     The paper's KL term is separate: add `beta * kl_penalty(...)`. Dr. GRPO is aggregation="constant" with normalizer = rows x
     maximal length. Arguments, returns, errors and other libraries' epsilons: see the module.
     """
-    row = _Row(mask_clip=_range("epsilon", epsilon_low, epsilon_high), ratio_is_surrogate=True)
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(row, *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    row = _Row(mask_clip=_checked(epsilon_low, epsilon_high), ratio_is_surrogate=True)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(row, reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def dapo_loss(
@@ -179,9 +182,9 @@ def dapo_loss(
 
     Arguments, returns, errors and other libraries' epsilons: see the module.
     """
-    row = _Row(mask_clip=_range("epsilon", epsilon_low, epsilon_high), ratio_is_surrogate=True)
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(row, *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    row = _Row(mask_clip=_checked(epsilon_low, epsilon_high), ratio_is_surrogate=True)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(row, reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def gspo_loss(
@@ -207,11 +210,9 @@ def gspo_loss(
     the coefficient are constant inside a response, and defined when they are not ([B, T] advantages, token weights).
     Arguments, returns, errors and other libraries' epsilons: see the module.
     """
-    row = _Row(
-        mask_clip=_range("epsilon", epsilon_low, epsilon_high), ratio_is_surrogate=True, sequence_ratio=True
-    )
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(row, *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    row = _Row(mask_clip=_checked(epsilon_low, epsilon_high), ratio_is_surrogate=True, sequence_ratio=True)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(row, reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def unified_loss(
@@ -238,8 +239,8 @@ def unified_loss(
     Without a mask it is CISPO. Arguments, returns, errors and other libraries' epsilons: see the module.
     """
     row = _Row(weight_clip=_pair("weight_clip", weight_clip), mask_clip=_pair("mask_clip", mask_clip))
-    arrays = (log_probs, old_log_probs, advantages, loss_mask)
-    return _loss(row, *arrays, aggregation, group_ids, segment_ids, token_weights, normalizer)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer)
+    return _loss(row, reduction, log_probs, old_log_probs, advantages, loss_mask, token_weights)
 
 
 def loss_sums(
@@ -257,15 +258,17 @@ def loss_sums(
     """The (sum, count) pairs under any loss of this signature: `loss` and its metrics, additive over micro-batches and devices.
 
     `aggregation=None` is the loss's own default. Sums and counts add over slices that hold whole responses ("sequence") or whole
-    groups ("prompt"), and so does everything for "token"; `masked.add_sums` pools two, `masked.means` divides at the end.
+    groups ("prompt"), and over any slices for "token"; `masked.add_sums` pools two, `masked.means` divides at the end.
     `cispo_sums(...)` etc. are this function with the loss filled in.
     """
     if aggregation is None:
         aggregation = inspect.signature(loss_fn).parameters["aggregation"].default
     if isinstance(aggregation, str) and aggregation in ("constant", "none"):
-        raise ValueError(f"aggregation={aggregation!r} has no count to add up; valid: 'token', 'prompt', 'sequence', an array")
+        raise ValueError(
+            f"aggregation={aggregation!r} has no count to add up; valid: token, prompt, sequence, an array"
+        )
     mask = masked.counted(loss_mask, segment_ids)
-    coefficients, count = _coefficients(mask, aggregation, group_ids, segment_ids)
+    coefficients, count = Reduction(aggregation, group_ids, segment_ids).checked(mask.shape).coefficients(mask)
     arrays = (log_probs, old_log_probs, advantages, loss_mask)
     total, metrics = loss_fn(*arrays, aggregation=coefficients, segment_ids=segment_ids, **settings)
     tokens = masked.masked_count(mask)
@@ -295,12 +298,10 @@ def aggregation_weights(
     A loss whose `aggregation` is a slice of this array is sum(coefficient x term): micro-batches, devices, packed rows and groups
     split over rows add up exactly to the loss of the whole batch. Arguments and errors as in the losses; "none" is refused.
     """
-    _check_reduction(jnp.shape(loss_mask), aggregation, group_ids, segment_ids, normalizer)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer).checked(np.shape(loss_mask))
     if not isinstance(aggregation, str) or aggregation == "none":
         raise ValueError(f"aggregation={aggregation!r} has no coefficients; valid: {', '.join(AGGREGATIONS[:-1])}")
-    mask = masked.counted(loss_mask, segment_ids)
-    coefficients, count = _coefficients(mask, aggregation, group_ids, segment_ids)
-    return coefficients / _denominator(aggregation, count, normalizer)
+    return reduction.weights(masked.counted(loss_mask, segment_ids))
 
 
 def kl_penalty(
@@ -314,22 +315,21 @@ def kl_penalty(
     segment_ids: ArrayLike | None = None,
     normalizer: ArrayLike | None = None,
 ) -> Array:
-    """Estimates KL(pi_theta || pi_ref) from the sampled tokens, with d = ref_log_probs - log_probs (http://joschu.net/blog/kl-approx.html).
+    """Estimates KL(pi_theta || pi_ref) from sampled tokens, d = ref_log_probs - log_probs (http://joschu.net/blog/kl-approx.html).
 
         k1 = -d        k2 = d^2 / 2        k3 = exp(d) - d - 1
 
-    CISPO has no such term; GRPO adds beta times k3. The gradient (with respect to `log_probs`, through the formula) of k1 has mean
-    zero on policy, of k2 is that of the KL, of k3 is biased off the reference. Reduced like a loss: the mean over counted tokens
-    by default, [B, T] for aggregation="none".
+    CISPO has no such term; GRPO adds beta times k3. As a loss, on policy, the gradient of k1 has mean zero, that of k2 is the KL's,
+    that of k3 is the KL's with the two policies swapped. Reduced like a loss: by default the mean over counted tokens.
     """
     estimators: dict[str, Callable[[Array], Array]] = {"k1": jnp.negative, "k2": lambda d: d**2 / 2, "k3": _k3}
     if estimator not in estimators:
         raise ValueError(f"estimator={estimator!r}; valid: {', '.join(estimators)}")
-    check_arrays(jnp.shape(log_probs), ref_log_probs=ref_log_probs, loss_mask=loss_mask)
-    _check_reduction(jnp.shape(log_probs), aggregation, group_ids, segment_ids, normalizer)
+    masked.check_arrays(np.shape(log_probs), ref_log_probs=ref_log_probs, loss_mask=loss_mask)
+    reduction = Reduction(aggregation, group_ids, segment_ids, normalizer).checked(np.shape(log_probs))
     mask = masked.counted(loss_mask, segment_ids)
     log_ratio = select(mask, ref_log_probs) - jnp.where(mask, jnp.asarray(log_probs, jnp.float32), 0)
-    return _aggregate(estimators[estimator](log_ratio), mask, aggregation, group_ids, segment_ids, normalizer)
+    return reduction.reduce(estimators[estimator](log_ratio), mask)
 
 
 def truncated_importance_weights(old_log_probs: ArrayLike, rollout_log_probs: ArrayLike, cap: float = 2.0) -> Array:
@@ -338,9 +338,9 @@ def truncated_importance_weights(old_log_probs: ArrayLike, rollout_log_probs: Ar
     Both are log-probs of the same tokens before the first update: by the trainer and as the sampler recorded them. Not for a ratio
     that is anchored on the rollout (old_log_probs = rollout_log_probs): that one holds the factor already.
     """
-    if jnp.shape(old_log_probs) != jnp.shape(rollout_log_probs):
-        raise ValueError(f"old_log_probs {jnp.shape(old_log_probs)} and rollout_log_probs {jnp.shape(rollout_log_probs)} differ")
-    _check_epsilon("cap", cap, positive=True)
+    if np.shape(old_log_probs) != np.shape(rollout_log_probs):
+        raise ValueError(f"rollout_log_probs must be {np.shape(old_log_probs)}, got {np.shape(rollout_log_probs)}")
+    _checked(None, cap, names=("", "cap"))
     log_ratio = jnp.asarray(old_log_probs, jnp.float32) - jnp.asarray(rollout_log_probs, jnp.float32)
     return stop_gradient(jnp.minimum(_exp(log_ratio, log_ratio), cap)).astype(jnp.float32)
 
@@ -357,13 +357,56 @@ def dropped_by_ppo(ratio: Array, advantages: Array, mask_clip: Clip) -> Array:
     return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
 
 
+def _loss(
+    row: _Row,
+    reduction: Reduction,
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    loss_mask: ArrayLike,
+    token_weights: ArrayLike | None,
+) -> LossOutput:
+    constants = {"old_log_probs": old_log_probs, "advantages": advantages, "token_weights": token_weights}
+    masked.check_arrays(np.shape(log_probs), loss_mask=loss_mask, **constants)
+    reduction = reduction.checked(np.shape(log_probs))
+
+    mask = masked.counted(loss_mask, reduction.segment_ids)
+    log_probs = jnp.where(mask, jnp.asarray(log_probs, jnp.float32), 0)
+    advantages = select(mask, advantages)
+
+    log_ratio = stop_gradient(log_probs) - select(mask, old_log_probs)
+    if row.sequence_ratio:
+        log_ratio = masked.response_mean(log_ratio, mask, reduction.segment_ids)
+    ratio = _exp(log_ratio, log_probs)
+    value = stop_gradient(ratio)
+    low, high = _bounds(row.weight_clip)
+    dropped = mask & dropped_by_ppo(value, advantages, row.mask_clip)
+    weight = jnp.where(dropped, 0, jnp.clip(value, low, high))
+
+    surrogate = weight * log_probs
+    if row.ratio_is_surrogate:
+        surrogate = jnp.where(dropped, jnp.clip(value, *_bounds(row.mask_clip)), ratio)
+    terms = surrogate * advantages  # last, so that PPO's gradient and the mask form's are equal bit for bit
+    if token_weights is not None:
+        terms = terms * select(mask, token_weights)
+    metrics = {
+        "ratio_mean": masked.masked_mean(value, mask),
+        "ratio_max": masked.masked_max(value, mask),
+        "weight_mean": masked.masked_mean(weight, mask),
+        "dropped": masked.masked_mean(dropped, mask),
+        "at_cap": masked.masked_mean(~dropped & (value > high), mask),
+        "at_floor": masked.masked_mean(~dropped & (value < low), mask),
+    }
+    return reduction.reduce(-terms, mask), metrics
+
+
 def _limit(log_ratio: Array) -> Array:
     return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @jax.custom_jvp
 def _exp(log_ratio: Array, log_probs: Array) -> Array:
-    """exp of the clipped log ratio, with itself as derivative by `log_probs` even at and beyond +-80 (`log_ratio` is a constant)."""
+    """exp of the clipped log ratio, a constant; but its derivative by `log_probs` is itself, also at and beyond +-80."""
     del log_probs
     return jnp.exp(_limit(log_ratio))
 
@@ -385,104 +428,6 @@ def _k3_jvp(primals, tangents):
     return _k3(*primals), jnp.expm1(_limit(primals[0])) * tangents[0]
 
 
-def _loss(
-    row: _Row,
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    loss_mask: ArrayLike,
-    aggregation: str | ArrayLike,
-    group_ids: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    token_weights: ArrayLike | None,
-    normalizer: ArrayLike | None,
-) -> LossOutput:
-    shape = jnp.shape(log_probs)
-    check_arrays(shape, old_log_probs=old_log_probs, advantages=advantages, loss_mask=loss_mask, token_weights=token_weights)
-    _check_reduction(shape, aggregation, group_ids, segment_ids, normalizer)
-
-    mask = masked.counted(loss_mask, segment_ids)
-    log_probs = jnp.where(mask, jnp.asarray(log_probs, jnp.float32), 0)
-    advantages = select(mask, advantages)
-
-    log_ratio = stop_gradient(log_probs) - select(mask, old_log_probs)
-    if row.sequence_ratio:
-        log_ratio = _response_mean(log_ratio, mask, segment_ids)
-    ratio = _exp(log_ratio, log_probs)
-    value = stop_gradient(ratio)
-    low, high = _bounds(row.weight_clip)
-    dropped = mask & dropped_by_ppo(value, advantages, row.mask_clip)
-    weight = jnp.where(dropped, 0, jnp.clip(value, low, high))
-
-    if row.ratio_is_surrogate:
-        terms = jnp.where(dropped, jnp.clip(value, *_bounds(row.mask_clip)), ratio) * advantages
-    else:
-        terms = weight * advantages * log_probs
-    if token_weights is not None:
-        terms = terms * select(mask, token_weights)
-    loss = _aggregate(-terms, mask, aggregation, group_ids, segment_ids, normalizer)
-    metrics = {
-        "ratio_mean": masked.masked_mean(value, mask),
-        "ratio_max": masked.masked_max(value, mask),
-        "weight_mean": masked.masked_mean(weight, mask),
-        "dropped": masked.masked_mean(dropped, mask),
-        "at_cap": masked.masked_mean(~dropped & (value > high), mask),
-        "at_floor": masked.masked_mean(~dropped & (value < low), mask),
-    }
-    return loss, metrics
-
-
-def select(mask: Array, x: ArrayLike) -> Array:
-    """A constant input as float32 [B, T], 0 where it does not count: before any arithmetic, since 0 * NaN is NaN."""
-    x = stop_gradient(jnp.asarray(x, jnp.float32))
-    return jnp.where(mask, x[:, None] if x.ndim < mask.ndim else x, 0)
-
-
-def _response_mean(x: Array, mask: Array, segment_ids: ArrayLike | None) -> Array:
-    ids = masked.response_ids(x.shape, segment_ids)
-    sums, _ = masked.unit_sum(jnp.where(mask, x, 0), ids)
-    counts, _ = masked.unit_sum(mask.astype(jnp.int32), ids)
-    return jnp.broadcast_to(sums / jnp.maximum(counts, 1), x.shape)
-
-
-def _coefficients(
-    mask: Array, aggregation: str | ArrayLike, group_ids: ArrayLike | None, segment_ids: ArrayLike | None
-) -> tuple[Array, Array]:
-    """Coefficient of each token [B, T] before division, and the count to divide by."""
-    if not isinstance(aggregation, str):
-        coefficients = select(mask, aggregation)
-        return coefficients, coefficients.sum()
-    if aggregation in ("prompt", "sequence"):
-        in_group = aggregation == "prompt"
-        ids = masked.dense_ids(group_ids) if in_group else masked.response_ids(mask.shape, segment_ids)
-        in_unit, by_unit = masked.unit_sum(mask.astype(jnp.int32), ids)
-        return jnp.where(mask, 1 / jnp.maximum(in_unit, 1), 0), masked.masked_count(by_unit > 0)
-    return mask.astype(jnp.float32), masked.masked_count(mask)
-
-
-def _denominator(aggregation: str | ArrayLike, count: Array, normalizer: ArrayLike | None) -> Array:
-    if normalizer is not None:
-        count = stop_gradient(jnp.asarray(normalizer, jnp.float32))
-    elif not isinstance(aggregation, str):
-        return jnp.float32(1)
-    return jnp.where(count == 0, 1, count)
-
-
-def _aggregate(
-    values: Array,
-    mask: Array,
-    aggregation: str | ArrayLike,
-    group_ids: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    normalizer: ArrayLike | None,
-) -> Array:
-    if isinstance(aggregation, str) and aggregation == "none":
-        return values
-    coefficients, count = _coefficients(mask, aggregation, group_ids, segment_ids)
-    # Divided before the sum: thousands of ratios at exp(80) would overflow in the sum.
-    return jnp.sum(values * (coefficients / _denominator(aggregation, count, normalizer)))
-
-
 def _bounds(clip: Clip) -> tuple[ArrayLike, ArrayLike]:
     low, high = clip
     return (-jnp.inf if low is None else 1 - low), (jnp.inf if high is None else 1 + high)
@@ -492,64 +437,16 @@ def _pair(name: str, clip: Clip | None) -> Clip:
     if clip is None:
         return None, None
     if not isinstance(clip, tuple | list) or len(clip) != 2:
-        raise ValueError(f"{name} must be None or a pair (epsilon_low, epsilon_high), each a number or None; got {clip!r}")
-    return _range(name, *clip)
+        raise ValueError(f"{name} must be None or a pair (epsilon_low, epsilon_high) of numbers or None; got {clip!r}")
+    return _checked(*clip, names=(f"{name}[0]", f"{name}[1]"))
 
 
-def _range(name: str, low: Epsilon, high: Epsilon) -> Clip:
-    _check_epsilon(f"{name}_low" if name == "epsilon" else f"{name}'s lower epsilon", low, positive=False)
-    _check_epsilon(f"{name}_high" if name == "epsilon" else f"{name}'s upper epsilon", high, positive=True)
+def _checked(low: Epsilon, high: Epsilon, names: tuple[str, str] = ("epsilon_low", "epsilon_high")) -> Clip:
+    for name, value, valid in ((names[0], low, np.greater_equal), (names[1], high, np.greater)):
+        if value is None or isinstance(value, Tracer):  # what is traced is not known here
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiu" or not np.all(valid(array, 0)):
+            least = "> 0" if valid is np.greater else ">= 0"
+            raise ValueError(f"{name} is {value!r}; valid: a number {least}, or None for no bound")
     return low, high
-
-
-def _check_epsilon(name: str, value: Epsilon, *, positive: bool) -> None:
-    if value is None or isinstance(value, jax.core.Tracer):  # a traced value is not known here
-        return
-    try:
-        valid = bool(np.all(np.asarray(value) > 0 if positive else np.asarray(value) >= 0))
-    except TypeError:
-        valid = False
-    if not valid:
-        raise ValueError(f"{name} is {value!r}; valid: a number {'> 0' if positive else '>= 0'}, or None for no bound")
-
-
-def check_arrays(shape: tuple[int, ...], **arrays: ArrayLike | None) -> None:
-    """Refuses arrays that are not [B, T] = `shape`; advantages, group_ids may be [B]; None is skipped."""
-    if len(shape) != 2:
-        raise ValueError(f"arrays must be [B, T], got shape {shape}")
-    for name, x in arrays.items():
-        if x is not None:
-            x = x if isinstance(x, jax.Array) else np.asarray(x)
-            rows = name in ("advantages", "group_ids")
-            message = f"{name} must be {'[B] or ' * rows}[B, T] like the other arrays, {shape}"
-            expected = shape[:1] if rows and x.ndim == 1 else shape
-            chex.assert_shape(x, expected, custom_message=message, exception_type=ValueError)
-
-
-def _check_reduction(
-    shape: tuple[int, ...],
-    aggregation: str | ArrayLike,
-    group_ids: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    normalizer: ArrayLike | None,
-) -> None:
-    if not isinstance(aggregation, str):
-        check_arrays(shape, aggregation=aggregation)
-    elif aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation={aggregation!r}; valid: {', '.join(AGGREGATIONS)}, or a [B, T] array of coefficients")
-    elif aggregation == "prompt" and group_ids is None:
-        raise ValueError("aggregation='prompt' needs group_ids: [B] or [B, T] integers, which prompt a token belongs to")
-    elif aggregation == "constant" and normalizer is None:
-        raise ValueError("aggregation='constant' needs normalizer: the number to divide the sum by")
-    elif aggregation == "none" and normalizer is not None:
-        raise ValueError("aggregation='none' reduces nothing, so normalizer has no effect: leave it out")
-    check_arrays(shape, group_ids=group_ids, segment_ids=segment_ids)
-    for name, ids in (("group_ids", group_ids), ("segment_ids", segment_ids)):
-        dtype = ids.dtype if isinstance(ids, jax.Array) else np.asarray(0 if ids is None else ids).dtype
-        if not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, got {dtype}")
-    if normalizer is not None:
-        if jnp.ndim(normalizer):
-            raise ValueError(f"normalizer must be one number, got an array of shape {jnp.shape(normalizer)}")
-        if not isinstance(normalizer, jax.core.Tracer) and not np.asarray(normalizer) >= 0:
-            raise ValueError(f"normalizer is {normalizer!r}; valid: a number > 0")

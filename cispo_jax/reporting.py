@@ -20,6 +20,12 @@ from cispo_jax.config import Config
 PER_UPDATE = ("clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap", "policy/ratio_mean", "grad/norm")
 
 
+UPDATE_METRICS = (
+    "loss", "grad/norm", "policy/entropy", "policy/ratio_mean", "policy/ratio_max",
+    "clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap",
+)  # fmt: skip
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -84,10 +90,10 @@ class StepReport:
         parts = {name for batch in batches for name in batch.parts}
         for name in sorted(parts) if len(parts) > 1 else ():
             values = [v for batch in batches for v in batch.parts.get(name, []) if v is not None]
-            self._values[f"reward/{name}"] = float(np.mean(values)) if values else 0.0
+            self._values[f"reward/{name}"] = float(np.mean(values)) if values else np.nan
         self._values |= {
-            "reward/mean": float(scored.mean()) if len(scored) else 0.0,
-            "reward/std": float(scored.std()) if len(scored) else 0.0,
+            "reward/mean": float(scored.mean()) if len(scored) else np.nan,
+            "reward/std": float(scored.std()) if len(scored) else np.nan,
             "reward/unscored": int(np.isnan(flat).sum()),
             "groups/sampled": sum(len(batch.examples) for batch in batches),
             "groups/trained": int(live_P.sum()),
@@ -106,7 +112,8 @@ class StepReport:
             pooled = masked.add_sums(pooled, metrics["sums"]) if pooled else metrics["sums"]
             means = masked.means(metrics["sums"]) | {"grad/norm": metrics["grad/norm"]}
             values |= {f"{name}/u{index:02d}": means[name] for name in PER_UPDATE}
-        values |= masked.means(pooled)
+        # A step without an update has no such numbers: they are written as null, not as 0.
+        values |= dict.fromkeys(UPDATE_METRICS, np.nan) | masked.means(pooled)
         values["updates"] = len(updates)
         for name in ("loss", "grad/norm") if updates else ():
             values[name] = np.mean([metrics[name] for metrics in updates.values()])
@@ -138,7 +145,33 @@ class WarmStartReport:
         if update == self._num_steps or update % max(1, self._num_steps // 10) == 0:
             elapsed = time.monotonic() - self._start
             left = elapsed / update * (self._num_steps - update)
-            say(f"warm start {update}/{self._num_steps}  loss {loss:.4f}  {elapsed:.0f} s  about {left / 60:.1f} min left")
+            say(
+                f"warm start {update}/{self._num_steps}  loss {loss:.4f}  {elapsed:.0f} s  about {left / 60:.1f} min left"
+            )
+
+
+class Trace:
+    """A `jax.profiler` trace of the rollout steps in `steps`, written to WORKDIR/profile; use as a context around the loop."""
+
+    def __init__(self, steps: range, directory: epath.Path):
+        self._steps, self._directory, self._running = steps, directory, False
+
+    def step(self, step: int) -> None:
+        """Call before each step."""
+        if (step in self._steps) != self._running:
+            self._stop() if self._running else jax.profiler.start_trace(str(self._directory))
+            self._running = step in self._steps
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        say(f"profile written to {self._directory} (xprof or tensorboard --logdir)")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._running:
+            self._stop()
 
 
 def peak_memory() -> dict[str, float]:
@@ -167,10 +200,15 @@ def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict
         step=state.step,
     )
     evaluation.write_records(workdir / "evaluations" / f"{name or f'step_{state.step:06d}'}.jsonl", records)
-    sampled = "".join(f"  {name[5:]} {value:.1%}" for name, value in metrics.items() if name.startswith("eval/avg@") and "_" not in name)
+    sampled = "".join(
+        f"  {name[5:]} {value:.1%}"
+        for name, value in metrics.items()
+        if name.startswith("eval/avg@") and "_" not in name
+    )
     say(
-        f"held-out after step {state.step}: greedy accuracy {metrics['eval/accuracy']:.1%} (95 % interval {metrics['eval/accuracy_low']:.1%} "
-        f"to {metrics['eval/accuracy_high']:.1%}, {len(records)} problems){sampled}  {metrics['time/evaluate']:.1f} s"
+        f"held-out after step {state.step}: greedy accuracy {metrics['eval/accuracy']:.1%} (95 % interval "
+        f"{metrics['eval/accuracy_low']:.1%} to {metrics['eval/accuracy_high']:.1%}, {len(records)} problems){sampled}  "
+        f"{metrics['time/evaluate']:.1f} s"
     )
     return metrics
 
@@ -183,7 +221,10 @@ def write_config(workdir: epath.Path, config: dict[str, Any]) -> None:
         before, after = _flatten(json.loads(path.read_text())), _flatten(json.loads(json.dumps(config)))
         changed = [k for k in sorted(before | after) if before.get(k) != after.get(k)]
         if changed:
-            say("warning: these settings differ from the run in this directory: " + ", ".join(f"{k}: {before.get(k)} -> {after.get(k)}" for k in changed))
+            say(
+                "warning: these settings differ from the run in this directory: "
+                + ", ".join(f"{k}: {before.get(k)} -> {after.get(k)}" for k in changed)
+            )
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

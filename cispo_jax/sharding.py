@@ -68,6 +68,20 @@ def state_shardings(abstract: Any, mesh: Mesh) -> Any:
         return nnx.get_named_sharding(abstract, mesh)
 
 
+def check_divisible(abstract: Any, shardings: Any, mesh: Mesh) -> None:
+    """Raises a `ConfigError` that names the parameter and the mesh sizes if a dimension does not split evenly."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
+    for (path, leaf), placed in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        for size, axis in zip(leaf.shape, placed.spec, strict=False):
+            if axis is not None and size % mesh.shape[axis]:
+                name = jax.tree_util.keystr(path).removesuffix(".value").strip(".")
+                valid = [n for n in range(1, mesh.size + 1) if size % n == 0 and mesh.size % n == 0]
+                raise ConfigError(
+                    f"config.mesh.{axis}={mesh.shape[axis]} does not divide a dimension of size {size} of the parameter {name} "
+                    f"{leaf.shape}: valid sizes for it on {mesh.size} devices are {', '.join(map(str, valid))}."
+                )
+
+
 def sampling_shardings(abstract: Any, mesh: Mesh) -> Any:
     """The sampling layout: replicated over data and fsdp, split over tensor (and expert), so that no token gathers a weight."""
     rules = tuple((logical, None if axis in ("data", "fsdp") else axis) for logical, axis in RULES)

@@ -17,18 +17,27 @@ from __future__ import annotations
 from cispo_jax import _requires_train  # noqa: F401
 
 # isort: split
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 
 from cispo_jax import diagnostics
 from cispo_jax.advantages import group_relative_advantages, rloo_advantages
 from cispo_jax.config import Config, ConfigError, from_config_dict, profile_steps, to_dict
-from cispo_jax.reporting import StepReport, WarmStartReport, evaluate_and_record, final_words, say, timed_line, write_config
+from cispo_jax.reporting import (
+    StepReport,
+    Trace,
+    WarmStartReport,
+    evaluate_and_record,
+    final_words,
+    say,
+    timed_line,
+    write_config,
+)
 from cispo_jax.training.checkpoint import Checkpoints
 from cispo_jax.training.metrics import Writer, discard_after
 from cispo_jax.training.optimizer import learning_rate
@@ -86,26 +95,27 @@ def train(
     config = from_config_dict(config)
     workdir = epath.Path(workdir).resolve()
     if not resume and workdir.exists() and any(workdir.iterdir()):
-        raise ConfigError(f"--noresume: {workdir} is not empty. Give an empty directory, or leave the flag out to go on with this run.")
+        raise ConfigError(
+            f"--noresume: {workdir} is not empty. Give an empty directory, or leave the flag out to go on with this run."
+        )
     run = building.build(config, dataset=dataset, reward=reward, objective=objective, model=model, sample_fn=sample_fn)
     for note in run.notes:
         say(note)
     write_config(workdir, to_dict(config))
+    writer = Writer(workdir, config.logging, to_dict(config))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     state = start_or_resume(run, checkpoints, workdir)
-    writer = Writer(workdir, config.logging, to_dict(config))
-    traced = profile_steps(config.profile)
     metrics: dict[str, float] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        for resource in (run.score, writer, checkpoints):
+            stack.callback(resource.close)
+        trace = stack.enter_context(Trace(profile_steps(config.profile), workdir / "profile"))
         if state.step == 0:
             metrics = evaluate_and_record(run, state, workdir)
             writer.metrics(0, metrics)
         for step in range(state.step + 1, config.num_steps + 1):
-            if step == traced.start:
-                jax.profiler.start_trace(str(workdir / "profile"))
+            trace.step(step)
             metrics = rollout_step(run, state, step, writer, checkpoints)
-            if step + 1 == traced.stop:
-                jax.profiler.stop_trace()
             # ---- 8. after step
             last = step == config.num_steps
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
@@ -113,11 +123,6 @@ def train(
             writer.metrics(step, metrics)
             if last or step % config.checkpoint.every == 0:
                 checkpoints.save(step, state.train, {"position": state.position})
-        checkpoints.wait()
-    finally:
-        run.score.close()
-        writer.close()
-        checkpoints.close()
     say(final_words(workdir, config.num_steps))
     return metrics
 
@@ -146,19 +151,18 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
         if sum(kept.sum() for kept in admitted) >= config.sampling.prompts_per_step:
             break
     del sampler
-    scored, live_P = assemble(batches, admitted, config)
+    rollout, rewards_PG, live_P = assemble(batches, admitted, config)
     report.rollouts(writer, batches, live_P)
 
     # ---- 5. advantages
-    advantages_PG = compute_advantages(config, scored.rewards, live_P)
-    loss_mask = scored.rollout.loss_mask & np.repeat(live_P, config.sampling.group_size)[:, None]
-    loss_mask &= ~np.isnan(scored.rewards).reshape(-1, 1)
+    advantages_PG = compute_advantages(config, rewards_PG, live_P)
+    loss_mask = rollout.loss_mask & np.repeat(live_P, config.sampling.group_size)[:, None]
+    loss_mask &= ~np.isnan(rewards_PG).reshape(-1, 1)
     if not config.objective.train_truncated:
-        loss_mask &= (np.array(scored.rollout.finish_reasons) != "length")[:, None]
+        loss_mask &= (np.array(rollout.finish_reasons) != "length")[:, None]
 
     with report.timed("train"):
         # ---- 6. old log-probs
-        rollout = scored.rollout
         tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens], axis=1)
         padding_mask = np.concatenate([rollout.prompt_mask, rollout.response_mask], axis=1)
         trainer_log_probs = rollout.log_probs.copy()
@@ -184,7 +188,11 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             if not loss_mask[rows].any():
                 continue  # nothing to learn from: no update, as `train_step` itself would decide
             rate = learning_rate(
-                config.optimizer, step=step, update=update, num_steps=config.num_steps, updates_per_step=updates_per_step
+                config.optimizer,
+                step=step,
+                update=update,
+                num_steps=config.num_steps,
+                updates_per_step=updates_per_step,
             )
             minibatch = Batch(*(run.shard_rows(x[rows]) for x in batch))
             state.train, metrics = run.train_step(state.train, minibatch, np.float32(rate))
@@ -198,6 +206,8 @@ def start_or_resume(run, checkpoints: Checkpoints, workdir: epath.Path) -> RunSt
     step = checkpoints.latest()
     # The line of step 0 is written again after a restart at 0: its evaluation is repeated.
     discarded = discard_after(workdir, step or -1)
+    if checkpoints.unfinished:
+        say(f"warning: unfinished checkpoint(s) passed over: {', '.join(checkpoints.unfinished)}")
     if step is not None:
         train_state, host = checkpoints.restore(step, run.abstract_state, run.shardings)
         gone = f"; {discarded} later line(s) of metrics.jsonl moved to discarded/" if discarded else ""
@@ -240,27 +250,20 @@ def admit(scored: Scored, *, dynamic: bool) -> np.ndarray:
     return (valid.sum(axis=1) >= 2) & ((high > low) | (not dynamic))
 
 
-def assemble(batches: list[Scored], admitted: list[np.ndarray], config: Config) -> tuple[Scored, np.ndarray]:
+def assemble(
+    batches: list[Scored], admitted: list[np.ndarray], config: Config
+) -> tuple[Rollout, np.ndarray, np.ndarray]:
     """Exactly P groups in a fixed shape: the admitted ones first come, the rest filled with masked ones, spread over mini-batches.
 
-    Returns the groups in training order and which of them are live, bool [P].
+    Returns rollout, rewards [P, G] and which groups are live, bool [P], in training order.
     """
     P, G, N = config.sampling.prompts_per_step, config.sampling.group_size, config.objective.num_minibatches
     live = np.concatenate(admitted)
     order = np.argsort(~live, kind="stable")[:P]
     order = order.reshape(P // N, N).T.reshape(-1)  # group i of the order goes to mini-batch i % N
     rows = (order[:, None] * G + np.arange(G)).reshape(-1)
-    flat = lambda name: [x for batch in batches for x in getattr(batch, name)]
-    return (
-        Scored(
-            rollout=Rollout.concatenate([batch.rollout for batch in batches]).take(rows),
-            examples=[flat("examples")[i] for i in order],
-            texts=[flat("texts")[i] for i in rows],
-            rewards=np.concatenate([batch.rewards for batch in batches])[order],
-            parts={},
-        ),
-        live[order],
-    )
+    rollout = Rollout.concatenate([batch.rollout for batch in batches]).take(rows)
+    return rollout, np.concatenate([batch.rewards for batch in batches])[order], live[order]
 
 
 def compute_advantages(config: Config, rewards_PG: np.ndarray, live_P: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Seconds on a laptop CPU: random weights, sums of one digit, four rollout steps. For tests and for trying a change.
 
-    python -m experiments.train --config=configs/debug.py --workdir=runs/debug
+python -m experiments.train --config=configs/debug.py --workdir=runs/debug
 """
 
 from cispo_jax.config import default_config

@@ -1,6 +1,6 @@
 """A 1M-parameter model from nothing: supervised warm start on written demonstrations, then CISPO, on a laptop CPU.
 
-    python -m experiments.train --config=configs/from_scratch.py --workdir=runs/from_scratch
+python -m experiments.train --config=configs/from_scratch.py --workdir=runs/from_scratch
 """
 
 from cispo_jax.config import default_config
@@ -8,7 +8,7 @@ from cispo_jax.config import default_config
 
 def get_config():
     config = default_config()
-    config.num_steps = 30
+    config.num_steps = 20
     config.model.preset = "tiny"
     config.model.tokenizer = "characters:0123456789+-=, "
     config.model.remat = False
@@ -16,19 +16,21 @@ def get_config():
     config.data.options.wording = "{expression}="
     config.data.options.min_value = 0
     config.data.options.max_value = 99
-    config.data.options.style = "steps"
+    config.data.options.style = "mixed"  # most demonstrations guess the sum, some work it out digit by digit
+    config.data.options.plain_share = 0.7
     config.data.template = "raw"
     config.data.train_size = 4096
     config.data.eval_size = 512
     config.data.max_prompt_tokens = 16
-    config.sft.num_steps = 300
+    config.sft.num_steps = 400
     config.sft.batch_size = 64
     config.sft.learning_rate = 1e-3
     config.sampling.prompts_per_step = 32
     config.sampling.group_size = 8
-    config.sampling.max_new_tokens = 32
-    config.objective.num_minibatches = 16
-    config.optimizer.learning_rate = 1e-4
+    config.sampling.max_new_tokens = 24
+    config.objective.num_minibatches = 4
+    config.optimizer.learning_rate = 2e-5
+    config.optimizer.eps = 1e-8
     config.evaluation.every = 10
     config.evaluation.num_problems = 512
     config.evaluation.batch_rows = 256

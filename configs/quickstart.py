@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns sums and differences of two small numbers with CISPO, on a laptop CPU (`make demo`).
 
-    python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
+python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 """
 
 from cispo_jax.config import default_config
@@ -21,7 +21,7 @@ def get_config():
     config.sampling.max_new_tokens = 16
     config.objective.num_minibatches = 16  # 16 updates a batch, each token used once (DAPO's reading)
     config.objective.micro_batch_rows = 8
-    config.optimizer.learning_rate = 3e-6
+    config.optimizer.learning_rate = 5e-6
     config.evaluation.every = 0
     config.checkpoint.every = 4
     config.checkpoint.keep = 1

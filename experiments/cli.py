@@ -6,26 +6,26 @@ Exit codes: 0 done; 2 bad config or input; 75 stopped early, run the same comman
 
 from __future__ import annotations
 
-import ast
-import difflib
+import glob
+import importlib.util
 import os
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
+from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
-from cispo_jax.config import Config, ConfigError, from_config_dict
-
-# Tables whose keys a user may invent; config_flags only knows keys that exist already.
-OPEN_TABLES = ("rewards", "data.options", "data.template_kwargs")
+from cispo_jax.config import Config, ConfigError, from_config_dict, set_from_text, suggest
 
 
 def define_flags(*, workdir: bool = True) -> None:
     """--config and --workdir, the same for every command."""
-    config_flags.DEFINE_config_file("config", None, "config page, e.g. configs/quickstart.py", lock_config=False)
+    flags.DEFINE_string(
+        "config", None, "config page, e.g. configs/quickstart.py; --config.section.key=value changes a setting"
+    )
     if workdir:
         flags.DEFINE_string("workdir", None, "directory of the run; made if it is not there")
 
@@ -68,90 +68,87 @@ def _use_huge_pages() -> None:
 
 
 def parse(argv: list[str]) -> Config:
-    """The `Config` of `--config=PAGE --config.section.key=value ...`; every problem is a `ConfigError`."""
+    """The `Config` of `--config=PAGE --config.section.key=value ...`; every problem is a `ConfigError`.
+
+    The settings are applied here, not by `ml_collections.config_flags`: its errors are tracebacks, it knows only the keys that the page
+    has (a reward of one's own is a new one), and optional values cannot be set back to None.
+    """
     if any(arg in ("--help", "-h", "-help", "--helpfull") for arg in argv[1:]):
         main = sys.modules["__main__"].__doc__ or ""
         print(main.strip(), "\n\nFlags of this command:\n" + flags.FLAGS.module_help("experiments.cli"))
         print(flags.FLAGS.main_module_help())
         sys.exit(0)
-    argv, extra = _take_open_tables(argv)
-    sys.argv = argv  # config_flags looks for overrides there, not in what it is handed
+    argv, settings = _take_settings(argv)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        raise ConfigError(_first_paragraph(error)) from None
-    except (AttributeError, KeyError) as error:
-        raise ConfigError(_unknown_key(argv, error)) from None
-    except FileNotFoundError as error:
-        raise ConfigError(f"--config: no such config page: {error.filename or error}. The shipped pages are configs/*.py.") from None
-    except SyntaxError as error:
-        raise ConfigError(f"--config: the page {error.filename} does not parse, line {error.lineno}: {error.msg}.") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--config: {_first_paragraph(error)}") from None
+        raise ConfigError(" ".join(str(error).split())) from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: settings are written --config.section.key=value.")
-    if flags.FLAGS.config is None:
-        raise ConfigError("--config=PAGE is missing, e.g. --config=configs/quickstart.py; the shipped pages are configs/*.py.")
-    if "workdir" in flags.FLAGS and not flags.FLAGS.workdir:
-        raise ConfigError("--workdir=DIR is missing: the directory where the run is kept, e.g. --workdir=runs/first.")
-    page = flags.FLAGS.config.copy_and_resolve_references().unlock()
-    if any(re.match(r"--?config\.data\.source(=|$)", arg) for arg in argv):
-        page.data.options = type(page)()  # the page's options are for the page's own source
-    for name, value in extra:
-        *sections, key = name.split(".")
-        table = page
-        for section in sections:
-            table = table[section]
-        table[key] = value
+    if not flags.FLAGS.config:
+        raise ConfigError(
+            "--config=PAGE is missing, e.g. --config=configs/quickstart.py; the shipped pages are configs/*.py."
+        )
+    if "workdir" in flags.FLAGS:
+        workdir = flags.FLAGS.workdir
+        if not workdir:
+            raise ConfigError(
+                "--workdir=DIR is missing: the directory where the run is kept, e.g. --workdir=runs/first."
+            )
+        if os.path.isfile(workdir):
+            raise ConfigError(f"--workdir={workdir} is a file; give a directory, which is made if it is not there.")
+    page = load_page(flags.FLAGS.config)
+    if any(name == "data.source" for name, _ in settings):
+        page["data"]["options"] = {}  # the page's options are for the page's own source
+    for name, text in settings:
+        set_from_text(page, name, text)
     return from_config_dict(page)
 
 
-def _take_open_tables(argv: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Splits off `--config.rewards.NAME=VALUE` and its like, `--flag value` form included; values are literals or text."""
-    kept, extra, index = [], [], 0
-    pattern = re.compile(rf"^--?config\.({'|'.join(map(re.escape, OPEN_TABLES))})\.([\w.]+)(?:=(.*))?$", re.DOTALL)
-    while index < len(argv):
-        match = pattern.match(argv[index])
+def load_page(spec: str) -> dict[str, Any]:
+    """The settings of a page as nested dicts; `path.py:variant` calls its `get_config("variant")`."""
+    path, _, variant = spec.partition(".py:")
+    path = f"{path}.py" if variant else path
+    if not os.path.isfile(path):
+        pages = sorted(glob.glob(os.path.join(os.path.dirname(path) or ".", "*.py"))) or sorted(
+            glob.glob("configs/*.py")
+        )
+        pages = [page for page in pages if not page.endswith("__init__.py")]
+        raise ConfigError(
+            f"--config={spec}: no such config page.{suggest(path, pages)} There are {', '.join(pages) or 'none'}."
+        )
+    module_spec = importlib.util.spec_from_file_location("config_page", path)
+    try:
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        make = getattr(module, "get_config", None)
+        if make is None:
+            raise ConfigError(f"--config={spec}: the page has no function get_config().")
+        config = make(variant) if variant else make()
+    except ConfigError:
+        raise
+    except SyntaxError as error:
+        raise ConfigError(f"--config={spec}: the page does not parse, line {error.lineno}: {error.msg}.") from None
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f", line {frames[-1].lineno}" if frames else ""
+        raise ConfigError(f"--config={spec}: the page failed{where}: {type(error).__name__}: {error}") from None
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(f"--config={spec}: get_config() must return a ConfigDict, not {type(config).__name__}.")
+    return config.to_dict()
+
+
+def _take_settings(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Splits off `--config.section.key=value` and `--config.section.key value` as (section.key, text)."""
+    kept, settings = [], []
+    remaining = iter(argv)
+    for arg in remaining:
+        match = re.match(r"^--?config\.([^=]+)(?:=(.*))?$", arg, re.DOTALL)
         if not match:
-            kept.append(argv[index])
-        else:
-            text = match[3]
-            if text is None:
-                index += 1
-                if index >= len(argv):
-                    raise ConfigError(f"{argv[index - 1]}: a value is missing.")
-                text = argv[index]
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                value = text
-            extra.append((f"{match[1]}.{match[2]}", value))
-        index += 1
-    return kept, extra
-
-
-def _first_paragraph(error: Exception) -> str:
-    return " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
-
-
-def _unknown_key(argv: list[str], error: Exception) -> str:
-    """Names the flag whose key the page does not have, with the keys of its section."""
-    from cispo_jax.config import default_config
-
-    for arg in argv[1:]:
-        match = re.match(r"^--?config\.([\w.]+)", arg)
-        if not match:
+            kept.append(arg)
             continue
-        table = default_config()
-        parts = match[1].split(".")
-        for depth, part in enumerate(parts):
-            if not hasattr(table, "keys") or part not in table:
-                names = list(table.keys()) if hasattr(table, "keys") else []
-                close = difflib.get_close_matches(part, names, n=1)
-                mean = f' Did you mean "{close[0]}"?' if close else ""
-                elsewhere = [f"config.{s}.{part}" for s in default_config() if hasattr(default_config()[s], "keys") and part in default_config()[s]]
-                mean = f" It exists as {' and '.join(elsewhere)}." if elsewhere else mean
-                where = "config" + "".join(f".{p}" for p in parts[:depth])
-                return f"{arg.split('=')[0]}: unknown setting {part!r} in {where}.{mean} Valid there: {', '.join(names)}."
-            table = table[part]
-    return f"--config: {_first_paragraph(error)}"
+        text = match[2] if match[2] is not None else next(remaining, None)
+        if text is None:
+            raise ConfigError(f"{arg}: a value is missing.")
+        settings.append((match[1], text))
+    return kept, settings

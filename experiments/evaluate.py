@@ -29,7 +29,9 @@ def main(config) -> None:
         reporting.say("no checkpoint in this directory: evaluating the starting model")
         state = RunState(run.init_state(run.make_model()))
     elif step not in checkpoints.steps():
-        raise ConfigError(f"--step={step}: {workdir} holds the steps {', '.join(map(str, checkpoints.steps())) or 'none'}.")
+        raise ConfigError(
+            f"--step={step}: {workdir} holds the steps {', '.join(map(str, checkpoints.steps())) or 'none'}."
+        )
     else:
         train_state, host = checkpoints.restore(step, run.abstract_state, run.shardings)
         state = RunState(train_state, step, host["position"])

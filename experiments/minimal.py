@@ -117,10 +117,12 @@ def main(num_steps: int = 3) -> list[float]:
             loss_mask = rollout.loss_mask[rows] & np.repeat(live[minibatch], GROUP_SIZE)[:, None]
             if loss_mask.any():
                 arrays = (tokens[rows], padding_mask[rows], loss_mask, advantages.ravel()[rows], old_log_probs[rows])
-                model, optimizer_state, loss, metrics = update(model, optimizer_state, *arrays)
+                model, optimizer_state, loss, _ = update(model, optimizer_state, *arrays)
                 step_losses.append(float(loss))
         losses.append(float(np.mean(step_losses)) if step_losses else 0.0)
-        print(f"step {step}  reward {rewards_PG.mean():.3f}  groups with a signal {live.sum()}/{PROMPTS}  loss {losses[-1]:+.6f}")
+        print(
+            f"step {step}  reward {rewards_PG.mean():.3f}  groups with a signal {live.sum()}/{PROMPTS}  loss {losses[-1]:+.6f}"
+        )
     return losses
 
 

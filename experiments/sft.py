@@ -1,6 +1,6 @@
 """The supervised warm start of a config page alone; `experiments.train` with the same --workdir goes on from it.
 
-    python -m experiments.sft --config=configs/from_scratch.py --workdir=runs/from_scratch
+python -m experiments.sft --config=configs/from_scratch.py --workdir=runs/from_scratch
 """
 
 import dataclasses

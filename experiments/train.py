@@ -19,5 +19,7 @@ def main(config) -> None:
 
 if __name__ == "__main__":
     cli.define_flags()
-    flags.DEFINE_bool("resume", True, "go on with the run in --workdir; --noresume refuses a directory that is not empty")
+    flags.DEFINE_bool(
+        "resume", True, "go on with the run in --workdir; --noresume refuses a directory that is not empty"
+    )
     cli.run(main)

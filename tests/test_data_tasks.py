@@ -125,7 +125,7 @@ def test_columns_spell_the_result():
         ({"min_value": -1}, r"config\.data\.options\.min_value=-1 must be at least 0"),
         ({"terms": 5}, r"config\.data\.options\.terms=5 must be 2, 3 or 4"),
         ({"wording": "What?"}, r"config\.data\.options\.wording='What\?' must be a text that contains \{expression\}"),
-        ({"style": "long"}, r"config\.data\.options\.style='long' must be plain or steps"),
+        ({"style": "long"}, r"config\.data\.options\.style='long' must be plain, steps or mixed"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -104,18 +104,36 @@ def _from_file(settings: DataSettings) -> Problems:
     notes = [f"{found.duplicates:,} duplicates dropped"] if found.duplicates else []
     if settings.eval_source:
         return _with_eval_file(settings, found.examples, notes)
-    count = min(settings.eval_size, max(1, len(found.examples) // 5))
-    if len(found.examples) < 2:
-        raise ConfigError(
-            f"config.data.source={settings.source} holds one problem; training and evaluation need one each."
-        )
+    return _held_out(found.examples, settings, notes, settings.source)
+
+
+def from_examples(examples: Problems | Sequence[Example], settings: DataSettings) -> Problems:
+    """Problems from Python: a `Problems` as it is, or a list of dicts with `prompt` and `answer`, a part of them held out."""
+    if isinstance(examples, Problems):
+        return examples
+    rows = [dict(example) for example in examples]
+    for index, row in enumerate(rows):
+        missing = [name for name in ("prompt", "answer") if not isinstance(row.get(name), str)]
+        if missing:
+            raise ConfigError(
+                f"dataset[{index}] needs a text `{missing[0]}`; it has {', '.join(map(str, row)) or 'nothing'}."
+            )
+        row.setdefault("id", str(index))
+    return _held_out(rows, settings, [], "dataset")
+
+
+def _held_out(examples: list[Example], settings: DataSettings, notes: list[str], source: str) -> Problems:
+    """A fifth of the examples, `eval_size` at most, is kept for evaluation."""
+    count = min(settings.eval_size, max(1, len(examples) // 5))
+    if len(examples) < 2:
+        raise ConfigError(f"{source} holds one problem; training and evaluation need one each.")
     if count < settings.eval_size:
         notes.append(f"config.data.eval_size={settings.eval_size} reduced to a fifth of the file")
     # By the prompt's own hash: adding or moving rows moves no other row between the splits' candidates.
-    by_hash = sorted(found.examples, key=lambda example: _hash(settings.seed, example["prompt"]))
+    by_hash = sorted(examples, key=lambda example: _hash(settings.seed, example["prompt"]))
     evaluation, held_out = by_hash[:count], {example["prompt"] for example in by_hash[:count]}
-    train = [example for example in found.examples if example["prompt"] not in held_out]
-    description = _describe(settings.source, train, evaluation, notes)
+    train = [example for example in examples if example["prompt"] not in held_out]
+    description = _describe(source, train, evaluation, notes)
     return Problems(train, evaluation, scoring.exact_match, scoring.verdict, description)
 
 

@@ -42,7 +42,10 @@ class ArithmeticOptions:
     terms: int = 2  # operands of a problem, 2 to 4
     allow_negative: bool = False  # results, and running totals, below zero
     wording: str = "What is {expression}?"  # the prompt
-    style: str = "plain"  # demonstrations: plain = the equation | steps = digit by digit, or one running total a term
+    style: str = (
+        "plain"  # demonstrations: plain = the equation | steps = digit by digit, or one running total a term | mixed
+    )
+    plain_share: float = 0.7  # with style=mixed: the share of problems whose demonstration is plain
 
     def __post_init__(self) -> None:
         def refuse(name: str, valid: str) -> None:
@@ -58,8 +61,10 @@ class ArithmeticOptions:
             refuse("terms", "2, 3 or 4")
         if self.wording.count("{expression}") != 1:
             refuse("wording", "a text that contains {expression} once, such as 'What is {expression}?'")
-        if self.style not in ("plain", "steps"):
-            refuse("style", "plain or steps")
+        if self.style not in ("plain", "steps", "mixed"):
+            refuse("style", "plain, steps or mixed")
+        if not 0 <= self.plain_share <= 1:
+            refuse("plain_share", "between 0 and 1")
 
 
 def options_from(kind: type, options: Mapping[str, Any], task: str) -> Any:
@@ -154,7 +159,9 @@ def _problem(
     operands: tuple[int, ...], signs: tuple[str, ...], totals: list[int], options: ArithmeticOptions
 ) -> dict[str, Any]:
     expression = " ".join([str(operands[0]), *(f"{sign} {n}" for sign, n in zip(signs, operands[1:], strict=True))])
-    if options.style == "plain":
+    # By the problem itself, so that neither order nor size of the set changes a demonstration.
+    by_chance = random.Random(expression).random() < options.plain_share
+    if options.style == "plain" or (options.style == "mixed" and by_chance):
         response = f"{expression} = {totals[-1]}"
     elif options.terms == 2:
         response = column_steps(operands[0], signs[0], operands[1])

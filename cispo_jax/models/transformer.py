@@ -157,12 +157,15 @@ def response_states(
 
 
 def segment_positions(segment_ids_BT: jax.Array) -> jax.Array:
-    """0, 1, 2, ... over the tokens of each segment; pads get 0. A segment is a run of equal ids (pads apart)."""
-    real = segment_ids_BT > 0
-    count = jnp.cumsum(real, axis=1) - 1
-    before = jnp.pad(segment_ids_BT, ((0, 0), (1, 0)))[:, :-1]
-    start = jnp.where(real & (segment_ids_BT != before), count, 0)
-    return jnp.where(real, count - jax.lax.cummax(start, axis=1), 0)
+    """0, 1, 2, ... over the tokens of each segment; pads get 0. A segment is a run of equal ids, pads inside it apart."""
+    real_BT = segment_ids_BT > 0
+    count_BT = jnp.cumsum(real_BT, axis=1) - 1
+    # Column of the last real token up to each column, then the id of the one before it.
+    last_BT = jax.lax.cummax(jnp.where(real_BT, jnp.arange(segment_ids_BT.shape[1]), -1), axis=1)
+    before_BT = jnp.pad(last_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    id_before_BT = jnp.where(before_BT >= 0, jnp.take_along_axis(segment_ids_BT, jnp.maximum(before_BT, 0), axis=1), 0)
+    start_BT = jnp.where(real_BT & (segment_ids_BT != id_before_BT), count_BT, 0)
+    return jnp.where(real_BT, count_BT - jax.lax.cummax(start_BT, axis=1), 0)
 
 
 def forward(

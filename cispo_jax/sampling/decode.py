@@ -117,7 +117,21 @@ def sample_groups(
 
 @functools.partial(jax.jit, static_argnames=("group_size", "max_new_tokens", "greedy", "top_p", "top_k", "dtype"))
 def _sample(
-    model, tokens_PS, mask_PS, ids_P, eos_ids, seed, step, temperature, *, group_size, max_new_tokens, greedy, top_p, top_k, dtype
+    model,
+    tokens_PS,
+    mask_PS,
+    ids_P,
+    eos_ids,
+    seed,
+    step,
+    temperature,
+    *,
+    group_size,
+    max_new_tokens,
+    greedy,
+    top_p,
+    top_k,
+    dtype,
 ):
     """Prefill of P prompts, then one loop over the P x G rows: (tokens, mask, log-probs) [B, T] and whether a row stopped [B]."""
     (P, S), T = tokens_PS.shape, max_new_tokens
@@ -138,7 +152,9 @@ def _sample(
         """Draws token t of every row and writes it, its mask and its log-prob into the response arrays."""
         logits_BV = logits_BV / temperature
         token_B = _choose(logits_BV, keys_B, t, greedy=greedy, top_p=top_p, top_k=top_k)
-        log_prob_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
+        log_prob_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(
+            logits_BV, axis=-1
+        )
         new = (token_B, ~done_B, log_prob_B)
         write = lambda x_BT, x_B: jax.lax.dynamic_update_slice(
             x_BT, jnp.where(done_B, 0, x_B).astype(x_BT.dtype)[:, None], (0, t)
@@ -162,7 +178,9 @@ def _sample(
 def row_keys(seed: jax.Array, step: jax.Array, prompt_ids_B: jax.Array, samples_B: jax.Array) -> jax.Array:
     """One key a row from (seed, step, prompt id, sample): this is where a sample's randomness comes from."""
     key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(prompt_ids_B, samples_B)
+    return jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
+        prompt_ids_B, samples_B
+    )
 
 
 def _choose(logits_BV, keys_B, t, *, greedy: bool, top_p: float, top_k: int) -> jax.Array:

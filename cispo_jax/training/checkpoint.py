@@ -16,7 +16,10 @@ class Checkpoints:
 
     def __init__(self, directory: epath.PathLike, *, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(epath.Path(directory).resolve(), options=options)
+        directory = epath.Path(directory).resolve()
+        # A kill during a save leaves these; the manager passes over them and writes the step again.
+        self.unfinished = sorted(p.name for p in directory.iterdir() if "tmp" in p.name) if directory.exists() else []
+        self._manager = ocp.CheckpointManager(directory, options=options)
 
     def latest(self) -> int | None:
         return self._manager.latest_step()

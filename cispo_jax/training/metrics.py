@@ -53,15 +53,14 @@ class Writer:
         (self._workdir / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
 
     def close(self) -> None:
-        for writer in (self._tensorboard,):
-            if writer:
-                writer.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
 
 
 def discard_after(workdir: epath.Path, step: int) -> int:
-    """Moves metric lines and rollouts after `step` (-1: all of them) to discarded/; returns how many steps that were."""
+    """Moves metric lines, rollouts and evaluations after `step` (-1: all of them) to discarded/; returns how many steps that were."""
     path = workdir / "metrics.jsonl"
     discarded = workdir / "discarded"
     kept, late = [], []
@@ -70,12 +69,16 @@ def discard_after(workdir: epath.Path, step: int) -> int:
             (kept if json.loads(line)["step"] <= step else late).append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
             late.append(line)  # the line that a kill cut short
-    stale = [p for p in sorted((workdir / "rollouts").glob("step_*.jsonl")) if int(p.stem[5:]) > step]
+    folders = [workdir / "rollouts", workdir / "evaluations"]
+    stale = [p for folder in folders for p in sorted(folder.glob("step_*.jsonl")) if int(p.stem[5:]) > step]
     if late or stale:
         discarded.mkdir(parents=True, exist_ok=True)
         with (discarded / "metrics.jsonl").open("a") as file:
             file.writelines(late)
-        path.write_text("".join(kept))
+        rewritten = path.with_name("metrics.jsonl.new")  # replaced whole: a kill in between loses no line
+        rewritten.write_text("".join(kept))
+        rewritten.replace(path)
     for file in stale:
-        file.replace(discarded / file.name)
+        (discarded / file.parent.name).mkdir(exist_ok=True)
+        file.replace(discarded / file.parent.name / file.name)
     return len(late)

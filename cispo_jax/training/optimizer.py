@@ -30,7 +30,9 @@ def _decayed(model: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, model)
 
 
-def learning_rate(settings: OptimizerSettings, *, step: int, update: int, num_steps: int, updates_per_step: int) -> float:
+def learning_rate(
+    settings: OptimizerSettings, *, step: int, update: int, num_steps: int, updates_per_step: int
+) -> float:
     """The rate of update `update` (from 0) of rollout step `step` (from 1).
 
     Linear warm-up over `settings.warmup` rollout steps or updates: the first one has 1/warmup of the peak, the rate is constant within a

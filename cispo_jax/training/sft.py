@@ -58,7 +58,9 @@ def warm_start(
     for update in range(settings.num_steps):
         rows = [demonstrations(update * settings.batch_size + row) for row in range(settings.batch_size)]
         arrays = pack_rows(rows, prompt_width, response_width)
-        rate = learning_rate(optimizer_settings, step=1, update=update, num_steps=1, updates_per_step=settings.num_steps)
+        rate = learning_rate(
+            optimizer_settings, step=1, update=update, num_steps=1, updates_per_step=settings.num_steps
+        )
         state, loss = step(state, *map(shard_rows, arrays), np.float32(rate))
         yield update + 1, state.model, float(loss)
 

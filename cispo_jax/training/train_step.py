@@ -77,7 +77,9 @@ def make_train_step(
         coefficients_BT = aggregation_weights(
             batch.loss_mask, aggregation=aggregation, group_ids=batch.group_ids, normalizer=normalizer
         )
-        loss, sums, gradient = _accumulate(micro_loss, state.model, batch, coefficients_BT, micro_batch_rows, group_size)
+        loss, sums, gradient = _accumulate(
+            micro_loss, state.model, batch, coefficients_BT, micro_batch_rows, group_size
+        )
 
         def move(state: TrainState) -> TrainState:
             direction, moments = optimizer.update(gradient, state.optimizer, state.model)
@@ -87,7 +89,12 @@ def make_train_step(
         # Without a trained token nothing moves: Adam would still step on a zero gradient.
         trained = jnp.any(batch.loss_mask)
         state = jax.lax.cond(trained, move, lambda state: state, state)
-        metrics = {"loss": loss, "grad/norm": optax.tree.norm(gradient), "updates": trained.astype(jnp.int32), "sums": sums}
+        metrics = {
+            "loss": loss,
+            "grad/norm": optax.tree.norm(gradient),
+            "updates": trained.astype(jnp.int32),
+            "sums": sums,
+        }
         return state, metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
@@ -114,13 +121,15 @@ def _accumulate(micro_loss, model, batch: Batch, coefficients_BT, rows: int, gro
 
 
 def _split(x: jax.Array, rows: int, group_size: int) -> jax.Array:
-    """[B, ...] -> [B / rows, rows, ...]: whole groups, or parts of one, dealt out in turn, so that a micro-batch has rows of every device."""
+    """[B, ...] -> [B / rows, rows, ...]: whole groups (or parts of one) are dealt out in turn, so that each has rows of every device."""
     unit = math.gcd(rows, group_size)
     x = x.reshape(rows // unit, -1, unit, *x.shape[1:])
     return x.swapaxes(0, 1).reshape(-1, rows, *x.shape[3:])
 
 
-def make_score_step(log_probs_fn: LogProbsFn, *, group_size: int = 1, micro_batch_rows: int = 0) -> Callable[..., jax.Array]:
+def make_score_step(
+    log_probs_fn: LogProbsFn, *, group_size: int = 1, micro_batch_rows: int = 0
+) -> Callable[..., jax.Array]:
     """Log-probs [B, T] of rows under the current weights, a micro-batch at a time: the frozen denominator of the ratio."""
 
     def score_step(model, tokens, padding_mask, response_width: int):

@@ -76,7 +76,13 @@ def main():
     for row in rows:
         print(f"{row['name']:12} {row['seconds']:8.3f} {row['times_naive']:8.2f} {row['temp_mib']:9.0f}")
     if args.json:
-        result = {**vars(args), "jax": jax.__version__, "device": str(jax.devices()[0]), "machine": platform.machine(), "rows": rows}
+        result = {
+            **vars(args),
+            "jax": jax.__version__,
+            "device": str(jax.devices()[0]),
+            "machine": platform.machine(),
+            "rows": rows,
+        }
         with open(args.json, "w") as file:
             json.dump(result, file, indent=2)
 
