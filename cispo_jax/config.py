@@ -396,11 +396,13 @@ def _validate_objective(objective: ObjectiveSettings) -> None:
             raise ConfigError(
                 f"config.objective.{name}={value}: the lower bound is 1 - {name}; valid: 0 or more, 1 or more = off."
             )
-    if objective.name != "unified" and (objective.mask_epsilon_low, objective.mask_epsilon_high) != (None, None):
-        raise ConfigError(
-            f"config.objective.mask_epsilon_low={objective.mask_epsilon_low}, mask_epsilon_high={objective.mask_epsilon_high} belong to "
-            f"config.objective.name=unified (Eq. 5), not to {objective.name!r}; leave them out."
-        )
+    for name in ("mask_epsilon_low", "mask_epsilon_high"):
+        value = getattr(objective, name)
+        if value is not None and objective.name != "unified":
+            raise ConfigError(
+                f"config.objective.{name}={value} belongs to config.objective.name=unified (Eq. 5), not to "
+                f"{objective.name!r}; leave it out."
+            )
     cap = objective.truncated_importance_cap
     if cap is not None and not cap > 0:
         raise ConfigError(f"config.objective.truncated_importance_cap={cap}: must be above 0; leave it out for none.")

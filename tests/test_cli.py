@@ -165,7 +165,7 @@ def test_good_command_lines_reach_the_settings_without_loading_jax():
         DEBUG, "--workdir", "x", "--config.num_steps", "7", "--config.sampling.temperature=1", "--config.objective.epsilon_high=5",
         "--config.objective.aggregation=prompt", "--config.rewards.short=my_reward.py:short", "--config.rewards.long", "m:f",
         "--config.rewards.workers=2", "--config.data.options.operations=+", "--config.data.options.max_value=30",
-        "--config.data.template_kwargs.enable_thinking=False", "--config.data.template_kwargs.note=a b=c", "--noconfig.model.remat",
+        "--config.data.template_kwargs.enable_thinking=False", "--config.data.template_kwargs.note=a b=c", "--config.model.remat=false",
     )  # fmt: skip
     assert (
         found["num_steps"] == 7

@@ -9,6 +9,7 @@ from cispo_jax.models.transformer import (
     forward,
     head_matrix,
     hidden_states,
+    prefill,
     response_states,
     segment_positions,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "forward",
     "head_matrix",
     "hidden_states",
+    "prefill",
     "response_states",
     "segment_positions",
 ]

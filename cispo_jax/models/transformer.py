@@ -64,6 +64,18 @@ class Transformer(nnx.Module):
         if not config.tied_head:
             self.head = param(head_key, normal, (D, V), ("embed", "vocab"))
 
+    # What the sampler calls: any model with these three can be sampled, whatever its cache is.
+    def head_matrix(self) -> jax.Array:
+        return head_matrix(self)
+
+    def prefill(
+        self, tokens_PS: jax.Array, mask_PS: jax.Array, *, copies: int, room: int, dtype
+    ) -> tuple[jax.Array, Cache]:
+        return prefill(self, tokens_PS, mask_PS, copies=copies, room=room, dtype=dtype)
+
+    def decode_step(self, token_B: jax.Array, position_B: jax.Array, cache: Cache, slot: jax.Array, *, dtype):
+        return decode_step(self, token_B, position_B, cache, slot, dtype=dtype)
+
 
 def head_matrix(model: Transformer) -> jax.Array:
     """The output head [D, V], float32; the transposed embedding when tied."""
@@ -182,6 +194,19 @@ def forward(
         model, tokens_BT, padding_mask_BT, segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, dtype=dtype
     )
     return head_logits(hidden, head_matrix(model))
+
+
+def prefill(
+    model: Transformer, tokens_PS: jax.Array, mask_PS: jax.Array, *, copies: int, room: int, dtype=jnp.float32
+) -> tuple[jax.Array, Cache]:
+    """Runs P prompts once and repeats each one's cache for its `copies` responses, with `room` columns for their tokens.
+
+    Returns the hidden states [P x copies, D] of the last prompt token (prompts are left-padded) and the cache of those rows.
+    """
+    hidden_PSD, (keys, values) = hidden_states(model, tokens_PS, mask_PS, dtype=dtype, return_cache=True)
+    grow = lambda x: jnp.pad(jnp.repeat(x, copies, axis=1), ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
+    mask_BS = jnp.pad(jnp.repeat(mask_PS, copies, axis=0), ((0, 0), (0, room)))
+    return jnp.repeat(hidden_PSD[:, -1], copies, axis=0), Cache(grow(keys), grow(values), mask_BS)
 
 
 def decode_step(

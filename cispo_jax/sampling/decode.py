@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,13 @@ import numpy as np
 
 from cispo_jax.config import ConfigError
 from cispo_jax.log_probs import head_logits
-from cispo_jax.models import Cache, Transformer, decode_step, head_matrix, hidden_states
 from cispo_jax.types import FINISH_REASONS, Rollout
 
 STOP, LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 
 
 def sample_groups(
-    model: Transformer,
+    model: Any,
     prompts: Sequence[Sequence[int]],
     *,
     group_size: int,
@@ -44,7 +44,7 @@ def sample_groups(
     """G responses of each prompt, with the log-prob of every sampled token.
 
     Args:
-      model: the transformer, in the layout in which it is to be sampled.
+      model: anything with `prefill`, `decode_step` and `head_matrix` (`cispo_jax.models.Transformer`), in the layout for sampling.
       prompts: P lists of token ids, none empty.
       group_size: G, responses of each prompt.
       max_new_tokens: T, the limit of a response, the EOS included.
@@ -137,14 +137,10 @@ def _sample(
     (P, S), T = tokens_PS.shape, max_new_tokens
     B = P * group_size
     dtype = jnp.dtype(dtype)
-    head = head_matrix(model)
+    head = model.head_matrix()
     with jax.named_scope("prefill"):
-        hidden_PSD, (keys, values) = hidden_states(model, tokens_PS, mask_PS, dtype=dtype, return_cache=True)
-        # One prefill serves the group: each prompt's cache is repeated, with room for the response.
-        grow = lambda x: jnp.pad(jnp.repeat(x, group_size, axis=1), ((0, 0), (0, 0), (0, T), (0, 0), (0, 0)))
-        mask_BS = jnp.pad(jnp.repeat(mask_PS, group_size, axis=0), ((0, 0), (0, T)))
-        cache = Cache(grow(keys), grow(values), mask_BS)
-        logits_BV = jnp.repeat(head_logits(hidden_PSD[:, -1], head), group_size, axis=0)
+        hidden_BD, cache = model.prefill(tokens_PS, mask_PS, copies=group_size, room=T, dtype=dtype)
+        logits_BV = head_logits(hidden_BD, head)
     lengths_B = jnp.repeat(mask_PS.sum(axis=1), group_size)
     keys_B = row_keys(seed, step, jnp.repeat(ids_P, group_size), jnp.tile(jnp.arange(group_size), P))
 
@@ -163,7 +159,7 @@ def _sample(
 
     def one_token(carry):
         t, token_B, done_B, response, cache = carry
-        hidden_BD, cache = decode_step(model, token_B, lengths_B + t - 1, cache, S + t - 1, dtype=dtype)
+        hidden_BD, cache = model.decode_step(token_B, lengths_B + t - 1, cache, S + t - 1, dtype=dtype)
         token_B, done_B, response = record(t, head_logits(hidden_BD, head), done_B, response)
         return t + 1, token_B, done_B, response, cache
 
