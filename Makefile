@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check install --quiet
 CORE := $(addprefix cispo_jax/,masked.py objectives.py advantages.py log_probs.py diagnostics.py types.py \
-	sampling/decode.py training/train_step.py trainer.py)
+	sampling/decode.py training/groups.py training/train_step.py trainer.py)
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile

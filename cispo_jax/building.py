@@ -97,6 +97,7 @@ def build(
         )
     tokenizer = _tokenizer(config)
     problems = data.load(config.data) if dataset is None else data.from_examples(dataset, config.data)
+    notes.append(problems.description)
     prompter = data.Prompter(config.data, tokenizer)
     problems = dataclasses.replace(
         problems, train=prompter.check(problems.train), evaluation=prompter.check(problems.evaluation)

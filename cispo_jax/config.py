@@ -460,6 +460,13 @@ def _unknown(key: str, path: str, names: list[str]) -> str:
     return f"config.{path}{key}: unknown setting in {where}.{hint} Valid there: {', '.join(names)}."
 
 
+def _plain(value: Any) -> Any:
+    """Tables as dicts and sequences as lists, so that a page, a frozen page and config.json give equal settings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
@@ -468,7 +475,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if typing.get_origin(hint) is not None and typing.get_origin(hint) is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"config.{path}={value!r}: must be a table, e.g. config.{path}.NAME=VALUE.")
-        return dict(value)
+        return _plain(value)
     kind = _optional(hint)
     if value is None and kind is not hint:
         return None

@@ -19,14 +19,13 @@ from cispo_jax import _requires_train  # noqa: F401
 # isort: split
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
 from cispo_jax import diagnostics
-from cispo_jax.advantages import group_relative_advantages, rloo_advantages
 from cispo_jax.config import Config, ConfigError, from_config_dict, profile_steps, to_dict
 from cispo_jax.reporting import (
     StepReport,
@@ -39,6 +38,7 @@ from cispo_jax.reporting import (
     write_config,
 )
 from cispo_jax.training.checkpoint import Checkpoints
+from cispo_jax.training.groups import Scored, admit, assemble, compute_advantages, minibatches, trained_tokens
 from cispo_jax.training.metrics import Writer, discard_after
 from cispo_jax.training.optimizer import learning_rate
 from cispo_jax.types import Batch, Rollout, TrainState
@@ -51,17 +51,6 @@ class RunState:
     train: TrainState
     step: int = 0  # rollout steps done
     position: int = 0  # prompts taken from the stream
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """A rollout with what came of it; P groups of G rows."""
-
-    rollout: Rollout
-    examples: list[dict[str, Any]]  # [P]
-    texts: list[str]  # [P*G]
-    rewards: np.ndarray  # float64 [P, G], NaN where unscored
-    parts: dict[str, list[float | None]]  # by reward function, [P*G]
 
 
 def train(
@@ -156,10 +145,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
 
     # ---- 5. advantages
     advantages_PG = compute_advantages(config, rewards_PG, live_P)
-    loss_mask = rollout.loss_mask & np.repeat(live_P, config.sampling.group_size)[:, None]
-    loss_mask &= ~np.isnan(rewards_PG).reshape(-1, 1)
-    if not config.objective.train_truncated:
-        loss_mask &= (np.array(rollout.finish_reasons) != "length")[:, None]
+    loss_mask = trained_tokens(config, rollout, rewards_PG, live_P)
 
     with report.timed("train"):
         # ---- 6. old log-probs
@@ -212,6 +198,8 @@ def start_or_resume(run, checkpoints: Checkpoints, workdir: epath.Path) -> RunSt
         train_state, host = checkpoints.restore(step, run.abstract_state, run.shardings)
         gone = f"; {discarded} later line(s) of metrics.jsonl moved to discarded/" if discarded else ""
         say(f"resumed after rollout step {step} of {run.config.num_steps}{gone}")
+        if step >= run.config.num_steps:
+            say("all steps are done; a higher config.num_steps goes on from here")
         return RunState(train_state, step, host["position"])
     with timed_line("model ready"):
         model = run.make_model()
@@ -240,46 +228,3 @@ def score(run, rollout: Rollout, examples: list[dict[str, Any]], step: int) -> S
     if run.config.sampling.shuffle_rewards:
         rewards = np.random.default_rng((run.config.seed, step)).permutation(rewards)
     return Scored(rollout, examples, texts, rewards.reshape(P, G), parts)
-
-
-def admit(scored: Scored, *, dynamic: bool) -> np.ndarray:
-    """Which groups train, bool [P]: those with two rewards to compare and, under dynamic sampling, two different ones."""
-    valid = ~np.isnan(scored.rewards)
-    low = np.min(np.where(valid, scored.rewards, np.inf), axis=1)
-    high = np.max(np.where(valid, scored.rewards, -np.inf), axis=1)
-    return (valid.sum(axis=1) >= 2) & ((high > low) | (not dynamic))
-
-
-def assemble(
-    batches: list[Scored], admitted: list[np.ndarray], config: Config
-) -> tuple[Rollout, np.ndarray, np.ndarray]:
-    """Exactly P groups in a fixed shape: the admitted ones first come, the rest filled with masked ones, spread over mini-batches.
-
-    Returns rollout, rewards [P, G] and which groups are live, bool [P], in training order.
-    """
-    P, G, N = config.sampling.prompts_per_step, config.sampling.group_size, config.objective.num_minibatches
-    live = np.concatenate(admitted)
-    order = np.argsort(~live, kind="stable")[:P]
-    order = order.reshape(P // N, N).T.reshape(-1)  # group i of the order goes to mini-batch i % N
-    rows = (order[:, None] * G + np.arange(G)).reshape(-1)
-    rollout = Rollout.concatenate([batch.rollout for batch in batches]).take(rows)
-    return rollout, np.concatenate([batch.rewards for batch in batches])[order], live[order]
-
-
-def compute_advantages(config: Config, rewards_PG: np.ndarray, live_P: np.ndarray) -> np.ndarray:
-    """Advantages float32 [P, G] over complete groups; rows without a reward and groups that do not train get 0."""
-    valid_PG = ~np.isnan(rewards_PG) & live_P[:, None]
-    rewards_PG = np.nan_to_num(rewards_PG).astype(np.float32)
-    if config.objective.advantage == "rloo":
-        return np.asarray(rloo_advantages(rewards_PG, valid_PG=valid_PG))
-    scale = None if config.objective.advantage_scale == "none" else config.objective.advantage_scale
-    return np.asarray(group_relative_advantages(rewards_PG, scale=scale, valid_PG=valid_PG))
-
-
-def minibatches(config: Config, step: int, *, num_epochs: int) -> Iterator[slice]:
-    """Rows of each update: whole groups, every one once an epoch; later epochs go through the mini-batches in another order."""
-    N = config.objective.num_minibatches
-    rows = config.sampling.prompts_per_step // N * config.sampling.group_size
-    for epoch in range(num_epochs):
-        order = np.random.default_rng((config.seed, step, epoch)).permutation(N) if epoch else range(N)
-        yield from (slice(i * rows, (i + 1) * rows) for i in order)

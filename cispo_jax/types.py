@@ -47,16 +47,19 @@ class Rollout:
         return Rollout(**{name: np.concatenate([getattr(rollout, name) for rollout in rollouts]) for name in names})
 
 
+Array = jax.Array | np.ndarray
+
+
 class Batch(NamedTuple):
     """Rows of a rollout with everything an update needs; leading axis rows, so that slices are mini-batches."""
 
-    tokens: jax.Array  # int32 [B, S+T], prompt and response
-    padding_mask: jax.Array  # bool [B, S+T]
-    loss_mask: jax.Array  # bool [B, T]
-    advantages: jax.Array  # float32 [B]
-    rollout_log_probs: jax.Array  # float32 [B, T]
-    old_log_probs: jax.Array  # float32 [B, T], frozen for all updates of the batch
-    group_ids: jax.Array  # int32 [B], which prompt
+    tokens: Array  # int32 [B, S+T], prompt and response
+    padding_mask: Array  # bool [B, S+T]
+    loss_mask: Array  # bool [B, T]
+    advantages: Array  # float32 [B]
+    rollout_log_probs: Array  # float32 [B, T]
+    old_log_probs: Array  # float32 [B, T], frozen for all updates of the batch
+    group_ids: Array  # int32 [B], which prompt
 
 
 @jax.tree_util.register_dataclass

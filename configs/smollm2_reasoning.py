@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns to work sums of several numbers out one line at a time (reasoning-gym `basic_arithmetic`).
 
-    python -m experiments.train --config=configs/smollm2_reasoning.py --workdir=runs/smollm2_reasoning
+python -m experiments.train --config=configs/smollm2_reasoning.py --workdir=runs/smollm2_reasoning
 """
 
 import os

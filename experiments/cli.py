@@ -7,9 +7,9 @@ Exit codes: 0 done; 2 bad config or input; 75 stopped early, run the same comman
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
 import re
+import runpy
 import sys
 import textwrap
 import traceback
@@ -117,11 +117,8 @@ def load_page(spec: str) -> dict[str, Any]:
         raise ConfigError(
             f"--config={spec}: no such config page.{suggest(path, pages)} There are {', '.join(pages) or 'none'}."
         )
-    module_spec = importlib.util.spec_from_file_location("config_page", path)
     try:
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-        make = getattr(module, "get_config", None)
+        make = runpy.run_path(path, run_name="config_page").get("get_config")
         if make is None:
             raise ConfigError(f"--config={spec}: the page has no function get_config().")
         config = make(variant) if variant else make()

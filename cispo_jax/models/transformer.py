@@ -104,11 +104,11 @@ def hidden_states(
     """
     B, T = tokens_BT.shape
     padding_mask_BT = jnp.ones((B, T), bool) if padding_mask_BT is None else padding_mask_BT.astype(bool)
-    packed = segment_ids_BT is not None
-    segment_ids_BT = jnp.where(padding_mask_BT, segment_ids_BT if packed else 1, 0)
+    if segment_ids_BT is None:
+        segment_ids_BT = jnp.ones((B, T), jnp.int32)
+    segment_ids_BT = jnp.where(padding_mask_BT, segment_ids_BT, 0)
     if positions_BT is None:
-        count_BT = jnp.maximum(jnp.cumsum(padding_mask_BT, axis=1) - 1, 0)
-        positions_BT = segment_positions(segment_ids_BT) if packed else count_BT
+        positions_BT = segment_positions(segment_ids_BT)
     rotary = rotary_angles(positions_BT, model.config.head_dim, model.config.rope_theta)
     same_BTS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (segment_ids_BT > 0)[:, None, :]
     allowed_BTS = same_BTS & jnp.tril(jnp.ones((T, T), bool))[None]

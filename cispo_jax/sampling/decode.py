@@ -62,7 +62,8 @@ def sample_groups(
       A `Rollout` in host memory, rows prompt-major.
 
     Raises:
-      ConfigError: a cache that would overflow, an empty prompt, a prompt longer than prompt_width, T < 1, G < 1.
+      ConfigError: a cache that would overflow, an empty prompt, a prompt longer than prompt_width or with ids that the model has not,
+        prompt_ids of another length, T < 1, G < 1, a temperature, top_p or top_k that cannot be.
     """
     if not len(prompts) or not all(len(prompt) for prompt in prompts):
         raise ConfigError("prompts must be a non-empty list of non-empty lists of token ids.")
@@ -70,10 +71,21 @@ def sample_groups(
     width = longest if prompt_width is None else prompt_width
     if max_new_tokens < 1 or group_size < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} and group_size={group_size} must be at least 1.")
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+    if not 0 <= temperature < np.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ConfigError(
             f"temperature={temperature}, top_p={top_p}, top_k={top_k}: temperature >= 0 (0 = greedy), 0 < top_p <= 1 and "
             "top_k >= 0 (0 = off) are valid."
+        )
+    vocab_size = jax.eval_shape(model.head_matrix).shape[-1]
+    for row, prompt in enumerate(prompts):
+        # jax clamps an index that is out of range and goes on with another token.
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise ConfigError(
+                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}: valid are 0 to {vocab_size - 1}."
+            )
+    if prompt_ids is not None and len(prompt_ids) != len(prompts):
+        raise ConfigError(
+            f"prompt_ids has {len(prompt_ids)} entries for {len(prompts)} prompts: one for each is needed."
         )
     if longest > width:
         raise ConfigError(f"a prompt of {longest} tokens does not fit prompt_width={width}.")

@@ -63,7 +63,8 @@ def discard_after(workdir: epath.Path, step: int) -> int:
     """Moves metric lines, rollouts and evaluations after `step` (-1: all of them) to discarded/; returns how many steps that were."""
     path = workdir / "metrics.jsonl"
     discarded = workdir / "discarded"
-    kept, late = [], []
+    kept: list[str] = []
+    late: list[str] = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         try:
             (kept if json.loads(line)["step"] <= step else late).append(line)

@@ -69,8 +69,8 @@ def make_train_step(
         with jax.named_scope("objective"):
             loss, _ = loss_fn(*arrays, aggregation=coefficients_BT, **extra)
             sums = diagnostics.clip_sums(*arrays, epsilon_high=epsilon_high)
-            count = masked.masked_count(batch.loss_mask)
-            sums["policy/entropy"] = (masked.masked_sum(jax.lax.stop_gradient(entropy), batch.loss_mask), count)
+            mask = masked.counted(batch.loss_mask)
+            sums["policy/entropy"] = (masked.masked_sum(entropy, mask), masked.masked_count(mask))
         return loss, sums
 
     def train_step(state: TrainState, batch: Batch, rate: jax.Array):
