@@ -25,6 +25,8 @@ def config(**changes) -> Config:
     page.evaluation.num_problems = 4
     page.evaluation.samples = 0
     page.sampling.dynamic = False
+    page.sampling.prompts_per_step = page.sampling.group_size = 4
+    page.sampling.max_new_tokens = 8
     for name, value in changes.items():
         *sections, key = name.split("__")
         table = page

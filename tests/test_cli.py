@@ -1,47 +1,14 @@
 """The command line: every typo is one paragraph on stderr with the setting and the valid values, exit code 2, no traceback.
 
-One process imports the launcher once and forks for every command line, so that each sees flags that nobody has parsed before.
+Every command line runs in a process of its own.
 """
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import commands
 import pytest
-
-ROOT = Path(__file__).parent.parent
-DRIVER = """
-import contextlib, io, json, os, sys
-from experiments import cli, train
-from absl import flags
-import cispo_jax.trainer, cispo_jax.building, tensorflow_datasets, grain  # imported once, no backend is started
-cli.define_flags()
-flags.DEFINE_bool("resume", True, "")
-results = []
-for argv in json.load(sys.stdin):
-    read, write = os.pipe()
-    sys.argv = ["train", *argv]  # config_flags reads overrides from there
-    child = os.fork()
-    if child == 0:
-        out, err, code = io.StringIO(), io.StringIO(), 0
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                cli.run(train.main, ["train", *argv])
-            except SystemExit as stop:
-                code = stop.code
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                code = 1
-        os.write(write, json.dumps([code, out.getvalue()[-2000:], err.getvalue()[-8000:]]).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        results.append(json.loads(pipe.read() or '[1, "", "died"]'))
-    os.waitpid(child, 0)
-json.dump(results, sys.stdout)
-"""
 
 DEBUG = "--config=configs/debug.py"
 BAD = {  # command line after the page -> words that the message must hold
@@ -120,17 +87,10 @@ def results(tmp_path_factory):
         (pages / name).write_text(source)
     workdir, directory = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("sets")
     common = [DEBUG, f"--config.data.directory={directory}"]
-    commands = {name: [*common, f"--workdir={workdir}/{name}", *argv] for name, (argv, _) in BAD.items()}
-    commands |= {name: [arg.format(pages=pages) for arg in argv] for name, (argv, _) in PAGES.items()}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER],
-        input=json.dumps(list(commands.values())),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, json.loads(done.stdout), strict=True)), workdir
+    lines = {name: [*common, f"--workdir={workdir}/{name}", *argv] for name, (argv, _) in BAD.items()}
+    lines |= {name: [arg.format(pages=pages) for arg in argv] for name, (argv, _) in PAGES.items()}
+    done = commands.run(*(["experiments.train", *argv] for argv in lines.values()))
+    return dict(zip(lines, done, strict=True)), workdir
 
 
 @pytest.mark.parametrize("name", BAD | PAGES)
@@ -155,7 +115,7 @@ def parse(*argv):
         "import json, sys; from experiments import cli; from cispo_jax.config import to_dict\n"
         "cli.define_flags(); print(json.dumps(to_dict(cli.parse(['train', *sys.argv[1:]])))); assert 'jax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=commands.ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -183,7 +143,7 @@ def test_good_command_lines_reach_the_settings_without_loading_jax():
 
 def test_help_is_quick_and_shows_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.train", "--help"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "experiments.train", "--help"], capture_output=True, text=True, cwd=commands.ROOT
     )
     assert done.returncode == 0
     assert "python -m experiments.train --config=configs/quickstart.py" in done.stdout

@@ -320,3 +320,38 @@ def test_missing_tfds_says_how_to_install(monkeypatch, small):
 
 def import_path():
     return {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cispo_jax.__file__))}
+
+
+ROWS = [{"prompt": f"{n}?", "answer": str(n), "extra": n} for n in range(20)]
+
+
+def test_examples_from_python_are_split_and_left_alone():
+    made = loading.from_examples(ROWS, DataSettings(eval_size=256))
+    assert (len(made.train), len(made.evaluation)) == (16, 4) and made.description.startswith("dataset: 16 training")
+    assert not {e["prompt"] for e in made.train} & {e["prompt"] for e in made.evaluation}
+    assert {e["id"] for e in [*made.train, *made.evaluation]} == {str(n) for n in range(20)}
+    assert all(e["extra"] == int(e["id"]) for e in made.train) and "id" not in ROWS[0]
+    again = loading.from_examples(ROWS[::-1], DataSettings(eval_size=256))
+    assert {e["prompt"] for e in again.evaluation} == {e["prompt"] for e in made.evaluation}
+    assert made.scorer is exact_match
+    assert (
+        loading.from_examples(made, DataSettings()) is made
+    )  # whoever splits and scores by themselves hands in `Problems`
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answr": "1"}], ["dataset[1]", "`answer`", "prompt, answr"]),
+        ([{"prompt": "a", "answer": 1}] * 2, ["dataset[0]", "text `answer`"]),
+        ([{}] * 2, ["dataset[0]", "`prompt`", "nothing"]),
+        ([{"prompt": "a", "answer": "1"}], ["dataset", "one"]),
+        ([], ["dataset", "empty"]),
+        ([{"prompt": "a", "answer": "1"}] * 3, ["dataset"]),
+    ],
+)
+def test_examples_that_cannot_be_are_refused(rows, words):
+    """By place and field; one problem, none, or copies of one leave nothing to hold out or to train on."""
+    with pytest.raises(ConfigError) as error:
+        loading.from_examples(rows, DataSettings())
+    assert all(word in str(error.value) for word in words), error.value

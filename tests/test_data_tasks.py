@@ -38,6 +38,25 @@ def test_arithmetic_is_right_and_demonstrations_score_full_marks(style, terms, a
     assert len({p["id"] for p in made.train + made.evaluation}) == len(prompts)
 
 
+@pytest.mark.parametrize(("share", "terms"), [(0.0, 2), (0.3, 2), (0.7, 3), (1.0, 2)])
+def test_mixed_demonstrations_hold_a_share_of_plain_ones(share, terms):
+    """Each is exactly the plain or the worked one of its problem, whatever else is in the set."""
+    make = lambda style, size=300, **options: (
+        arithmetic(
+            ArithmeticOptions(style=style, terms=terms, max_value=60, **options), train_size=size, eval_size=20, seed=0
+        ).train
+    )
+    mixed, plain, steps = make("mixed", plain_share=share), make("plain"), make("steps")
+    assert [p["prompt"] for p in mixed] == [p["prompt"] for p in plain] == [p["prompt"] for p in steps]
+    kinds = [m["response"] == p["response"] for m, p in zip(mixed, plain, strict=True)]
+    assert all(
+        m["response"] == (p if k else s)["response"] for m, p, s, k in zip(mixed, plain, steps, kinds, strict=True)
+    )
+    assert abs(sum(kinds) - 300 * share) <= 4 * (300 * share * (1 - share)) ** 0.5  # four standard deviations
+    again = {p["prompt"]: p["response"] for p in make("mixed", 100, plain_share=share)}
+    assert all(again.get(p["prompt"], p["response"]) == p["response"] for p in mixed)
+
+
 @pytest.mark.parametrize(
     "options",
     [ArithmeticOptions(), ArithmeticOptions(max_value=9, min_value=0), ArithmeticOptions(max_value=5000, terms=3)],

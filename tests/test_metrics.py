@@ -6,6 +6,7 @@ import pytest
 from etils import epath
 
 from cispo_jax.config import ConfigError, LoggingSettings
+from cispo_jax.evaluation import write_records
 from cispo_jax.training.metrics import Writer, discard_after
 
 PLAIN = LoggingSettings(tensorboard=False)
@@ -21,6 +22,7 @@ def written(tmp_path, last=4):
     for step in range(last + 1):
         if step:
             writer.rollouts(step, [{"response": f"{step}"}])
+            write_records(workdir / f"evaluations/step_{step:06d}.jsonl", [{"verdict": f"{step}"}])
         writer.metrics(step, {"loss": float(step)})
     writer.close()
     return workdir
@@ -57,8 +59,9 @@ def test_what_lies_after_the_restored_step_is_moved(tmp_path, step, kept, late):
     assert discard_after(workdir, step) == len(late)
     assert steps(tmp_path / "metrics.jsonl") == kept and steps(tmp_path / "discarded/metrics.jsonl") == late
     names = lambda folder: sorted(int(p.stem[5:]) for p in (tmp_path / folder).glob("step_*.jsonl"))
-    assert names("rollouts") == [s for s in kept if s] and names("discarded") == [s for s in late if s]
-    assert not late or (tmp_path / "discarded/step_000004.jsonl").read_text() == '{"response": "4"}\n'
+    for folder in ("rollouts", "evaluations"):
+        assert names(folder) == [s for s in kept if s] and names(f"discarded/{folder}") == [s for s in late if s]
+    assert not late or (tmp_path / "discarded/rollouts/step_000004.jsonl").read_text() == '{"response": "4"}\n'
     assert discard_after(workdir, step) == 0  # again: nothing to do
 
 

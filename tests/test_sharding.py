@@ -1,0 +1,137 @@
+"""Meshes from settings, the rule table, and shardings of state and sampling layout."""
+
+import debug_run
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cispo_jax import sharding
+from cispo_jax.config import ConfigError, MeshSettings
+from cispo_jax.models import Transformer
+from cispo_jax.training.optimizer import make_optimizer
+from cispo_jax.training.train_step import init_state
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        (dict(), (1, 4, 1, 1)),
+        (dict(data=2), (2, 2, 1, 1)),
+        (dict(data=-1, fsdp=1), (4, 1, 1, 1)),
+        (dict(fsdp=2, tensor=2), (1, 2, 1, 2)),
+        (dict(fsdp=1, tensor=-1), (1, 1, 1, 4)),
+        (dict(fsdp=1, expert=-1, tensor=2), (1, 1, 2, 2)),
+    ],
+)
+def test_sizes(settings, shape):
+    mesh = sharding.make_mesh(MeshSettings(**settings), jax.devices()[:4])
+    assert mesh.axis_names == ("data", "fsdp", "expert", "tensor")
+    assert tuple(mesh.shape.values()) == shape
+    assert sharding.batch_devices(mesh) == 4 // shape[3]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(data=3),
+        dict(data=3, fsdp=1),
+        dict(data=-1),
+        dict(fsdp=0),
+        dict(fsdp=-2),
+        dict(fsdp=2),
+        dict(fsdp=8),
+        dict(tensor=8),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(settings):
+    with pytest.raises(ConfigError) as error:
+        sharding.make_mesh(MeshSettings(**settings), jax.devices()[:4])
+    for name, value in settings.items():
+        assert f"mesh.{name}={value}" in str(error.value)
+
+
+def test_every_logical_axis_of_the_model_has_a_rule():
+    import dataclasses
+
+    config = dataclasses.replace(debug_run.TINY, qkv_bias=True, qk_norm=True, tied_head=False)
+    abstract = jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0)))
+    names = {
+        name
+        for leaf in jax.tree.leaves(abstract, is_leaf=lambda x: hasattr(x, "out_sharding"))
+        for name in leaf.out_sharding
+        if name
+    }
+    assert names <= {logical for logical, _ in sharding.RULES} and len(names) == 7
+    assert {axis for _, axis in sharding.RULES} <= {None, *sharding.AXES}
+
+
+def specs(tree):
+    return {jax.tree_util.keystr(path): x.spec for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def find(found, *words):
+    (spec,) = [spec for name, spec in found.items() if all(word in name for word in words)]
+    return tuple(spec) + (None,) * (4 - len(tuple(spec)))
+
+
+def test_state_and_moments_share_their_shardings():
+    optimizer = make_optimizer(debug_run.config().optimizer)
+    abstract = jax.eval_shape(lambda: init_state(Transformer(debug_run.TINY, key=jax.random.key(0)), optimizer))
+    found = specs(sharding.state_shardings(abstract, debug_run.mesh(fsdp=2, tensor=2)))
+    for place in (".model", ".mu", ".nu"):
+        assert find(found, place, "embedding")[:2] == ("tensor", "fsdp")
+        assert find(found, place, "gate") == (None, "fsdp", "tensor", None)
+        assert find(found, place, "query'" if "query'" in "".join(found) else "query") == (None, "fsdp", "tensor", None)
+        assert find(found, place, "down") == (None, "tensor", "fsdp", None)
+        assert find(found, place, "final_norm") == (None,) * 4
+
+
+def test_the_sampling_layout_replicates_over_data_and_fsdp():
+    abstract = jax.eval_shape(lambda: Transformer(debug_run.TINY, key=jax.random.key(0)))
+    found = specs(sharding.sampling_shardings(abstract, debug_run.mesh(data=1, fsdp=2, tensor=2)))
+    assert all("fsdp" not in tuple(spec) and "data" not in tuple(spec) for spec in found.values())
+    assert find(found, "gate") == (None, None, "tensor", None)
+
+
+def test_decoding_moves_no_weight_between_devices():
+    """The compiled decode loop in the sampling layout: no collective as large as a weight matrix inside."""
+    import re
+
+    from cispo_jax.sampling import decode
+
+    model = debug_run.model(debug_run.TINY.__class__(64, 32, 2, 4, 2, 8, 64))
+    mesh = debug_run.mesh(data=2, fsdp=2)
+    rows = sharding.batch_sharding(mesh)
+    put = lambda x: jax.device_put(x, rows)
+    arguments = lambda layout: (
+        jax.device_put(model, layout), put(np.ones((4, 3), np.int32)), put(np.ones((4, 3), bool)), put(np.arange(4, dtype=np.uint32)),
+        np.array([1], np.int32), np.uint32(0), np.uint32(0), np.float32(1),
+    )  # fmt: skip
+    options = dict(group_size=2, max_new_tokens=4, greedy=False, top_p=1.0, top_k=0, dtype="float32")
+    abstract = jax.eval_shape(lambda: model)
+
+    def gathered(layout):
+        text = decode._sample.lower(*arguments(layout), **options).compile().as_text()
+        sizes = re.findall(r"(?:f32|bf16)\[([\d,]+)\][^=]* all-(?:gather|reduce)", text)
+        return max([int(np.prod([int(n) for n in size.split(",")])) for size in sizes], default=0)
+
+    assert gathered(sharding.state_shardings(abstract, mesh)) >= 32 * 64  # the training layout would gather them
+    assert gathered(sharding.sampling_shardings(abstract, mesh)) < 32 * 32
+
+
+def test_parameters_are_initialised_alike_on_every_mesh():
+    make = lambda: Transformer(debug_run.TINY, key=jax.random.key(3))
+    abstract = jax.eval_shape(make)
+    plain = jax.jit(make)()
+    split = jax.jit(make, out_shardings=sharding.state_shardings(abstract, debug_run.mesh(fsdp=4)))()
+    jax.tree.map(np.testing.assert_array_equal, plain, split)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(split))
+
+
+def test_batches_split_their_rows_over_every_batch_axis():
+    mesh = debug_run.mesh(data=2, fsdp=2)
+    rows = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
+    assert [shard.data.tolist() for shard in rows.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sharding.replicated(mesh).spec == P()

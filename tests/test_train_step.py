@@ -1,0 +1,296 @@
+"""The update: its gradient is that of the plain loss on the whole batch, however the batch is cut and wherever it lies."""
+
+import functools
+
+import debug_run
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cispo_jax import building, masked, objectives, sharding
+from cispo_jax.config import ObjectiveSettings, OptimizerSettings
+from cispo_jax.training.optimizer import make_optimizer
+from cispo_jax.training.train_step import init_state, make_score_step, make_train_step
+from cispo_jax.types import Batch
+
+B, S, T, V = 8, 3, 5, 18
+ARCHITECTURE = debug_run.TINY.__class__(V, 16, 2, 4, 2, 4, 24)
+
+
+def make_batch(seed=0, rows=B) -> Batch:
+    """Eight rows of four prompts (G = 2), ragged lengths, one row left out, ratios on both sides of every bound, NaN under the mask."""
+    generator = np.random.default_rng(seed)
+    padding_mask = np.arange(S + T) >= np.repeat(generator.integers(0, S, rows // 2), 2)[:, None]
+    lengths = generator.integers(1, T + 1, rows)
+    padding_mask &= np.arange(S + T) < (S + lengths)[:, None]
+    loss_mask = padding_mask[:, S:].copy()
+    loss_mask[2] = False
+    old = -3 + 1.5 * generator.normal(size=(rows, T))
+    prompts = np.repeat(generator.integers(0, V, (rows // 2, S)), 2, axis=0)
+    return Batch(
+        tokens=np.concatenate([prompts, generator.integers(0, V, (rows, T))], axis=1).astype(np.int32),
+        padding_mask=padding_mask,
+        loss_mask=loss_mask,
+        advantages=generator.normal(size=rows).astype(np.float32),
+        rollout_log_probs=np.where(loss_mask, old + 0.5 * generator.normal(size=old.shape), np.nan).astype(np.float32),
+        old_log_probs=np.where(loss_mask, old, np.nan).astype(np.float32),
+        group_ids=(np.arange(rows) // 2 * 3).astype(np.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return debug_run.model(ARCHITECTURE)
+
+
+def keep_gradient():
+    """An "optimizer" that hands back the gradient: with a rate of 1 the weights fall by exactly it."""
+    import optax
+
+    return optax.identity()
+
+
+def moved(model, batch, loss_fn=objectives.cispo_loss, *, place=lambda x: x, optimizer=None, **options):
+    """(gradient by the step, metrics): the state's weights before less after, with a rate of 1."""
+    optimizer = optimizer or keep_gradient()
+    options = {"aggregation": "token", "group_size": 2, **options}
+    step = make_train_step(debug_run.log_probs_fn, loss_fn, optimizer, **options)
+    before = jax.tree.map(np.asarray, model)
+    state = jax.jit(lambda m: init_state(m, optimizer), out_shardings=options.get("shardings"))(model)
+    state, metrics = step(state, Batch(*map(place, batch)), np.float32(1))
+    return jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model), jax.device_get(metrics)
+
+
+def close(a, b, limit=1e-5):
+    """Largest difference of a leaf against its largest entry."""
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        scale = max(float(np.abs(y).max()), 1e-3)
+        # The weights themselves (up to about 1.5) round what is taken from them.
+        assert np.abs(x - y).max() <= limit * scale + 3e-7, (jax.tree_util.keystr(path), np.abs(x - y).max(), scale)
+    assert max(float(np.abs(y).max()) for y in jax.tree.leaves(b)) > 1e-3
+
+
+def plain_gradient(model, batch, loss_fn, **options):
+    def loss(model):
+        log_probs, _ = debug_run.plain_log_probs(model, batch.tokens, batch.padding_mask, T)
+        return loss_fn(log_probs, batch.old_log_probs, batch.advantages, batch.loss_mask, **options)[0]
+
+    return jax.jit(jax.value_and_grad(loss))(model)
+
+
+CASES = {
+    "cispo": ("token", {}),
+    "reinforce": ("sequence", {}),
+    "ppo": ("token", {}),
+    "grpo": ("sequence", {}),
+    "dapo": ("prompt", {}),
+    "gspo": ("sequence", dict(epsilon_low=0.5, epsilon_high=0.5)),
+    "unified": ("token", dict(weight_clip=(0.3, 0.6), mask_clip=(0.2, 0.28))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_update_follows_the_gradient_of_the_plain_loss(model, name):
+    batch = make_batch()
+    aggregation, settings = CASES[name]
+    loss_fn = functools.partial(getattr(objectives, f"{name}_loss"), **settings)
+    group_ids = dict(group_ids=batch.group_ids) if aggregation == "prompt" else {}
+    loss, expected = plain_gradient(model, batch, loss_fn, aggregation=aggregation, **group_ids)
+    # Cut into four micro-batches at the same time: every token's coefficient is that of the whole batch.
+    gradient, metrics = moved(model, batch, loss_fn, aggregation=aggregation, micro_batch_rows=2)
+    close(gradient, expected)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    norm = np.sqrt(sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(expected)))
+    np.testing.assert_allclose(metrics["grad/norm"], norm, rtol=1e-5)
+    assert metrics["updates"] == 1
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    """One device, one pass: what every other layout must agree with."""
+    return moved(model, make_batch())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_micro_batches_add_up(model, whole, rows):
+    gradient, metrics = moved(model, make_batch(), micro_batch_rows=rows)
+    close(gradient, whole[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), metrics, whole[1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [(dict(data=4), 0), (dict(data=2, fsdp=2), 4), (dict(fsdp=4), 0), (dict(fsdp=2, tensor=2), 2)]
+)
+def test_every_mesh_gives_the_gradient_of_one_device(model, whole, sizes, rows):
+    """The token mean is over the whole batch, not of means of devices (O-02)."""
+    mesh = debug_run.mesh(**sizes)
+    optimizer = keep_gradient()
+    shardings = sharding.state_shardings(jax.eval_shape(lambda: init_state(model, optimizer)), mesh)
+    place = lambda x: jax.device_put(x, sharding.batch_sharding(mesh))
+    gradient, metrics = moved(model, make_batch(), place=place, micro_batch_rows=rows, shardings=shardings)
+    close(gradient, whole[0])
+    np.testing.assert_allclose(metrics["loss"], whole[1]["loss"], rtol=1e-5)
+
+
+def test_row_order_changes_nothing(model, whole):
+    order = np.array([5, 2, 7, 0, 1, 6, 4, 3])
+    gradient, _ = moved(model, Batch(*(x[order] for x in make_batch())))
+    close(gradient, whole[0])
+
+
+def test_an_all_masked_batch_moves_nothing(model):
+    """Adam would step on a zero gradient, and weight decay without any (DESIGN 4)."""
+    settings = OptimizerSettings(weight_decay=0.1, eps=1e-15)
+    optimizer = make_optimizer(settings)
+    step = make_train_step(debug_run.log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token")
+    state = jax.jit(lambda m: init_state(m, optimizer))(model)
+    batch = make_batch()
+    state, _ = step(state, batch, np.float32(1e-2))
+    before = jax.device_get(state)
+    masked_batch = batch._replace(loss_mask=np.zeros_like(batch.loss_mask))
+    state, metrics = step(state, masked_batch, np.float32(1e-2))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    assert metrics["updates"] == 0 and metrics["loss"] == 0 and metrics["grad/norm"] == 0
+    assert state.updates == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(metrics))
+    state, metrics = step(state, batch, np.float32(1e-2))
+    assert state.updates == 2 and step._cache_size() == 1
+    assert not np.array_equal(before.model.embedding[...], state.model.embedding[...])
+
+
+def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
+    mesh = debug_run.mesh(fsdp=4)
+    optimizer = make_optimizer(OptimizerSettings())
+    shardings = sharding.state_shardings(jax.eval_shape(lambda: init_state(model, optimizer)), mesh)
+    step = make_train_step(
+        debug_run.log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token", shardings=shardings
+    )
+    state = jax.jit(lambda m: init_state(m, optimizer), out_shardings=shardings)(model)
+    for seed in range(3):
+        donated = jax.tree.leaves(state)
+        batch = Batch(*(jax.device_put(x, sharding.batch_sharding(mesh)) for x in make_batch(seed)))
+        state, metrics = step(state, batch, np.float32(1e-3 / (1 + seed)))
+        jax.block_until_ready(metrics)
+        assert all(x.is_deleted() for x in donated)
+    assert step._cache_size() == 1
+    for x in jax.tree.leaves((state.model, state.optimizer)):
+        assert x.dtype == jnp.float32 or x.ndim == 0
+    # Moments are split like their parameters: a device holds a quarter of what fsdp splits.
+    adam = state.optimizer[1]
+    for leaf in (state.model.layers.mlp.gate, adam.mu.layers.mlp.gate, adam.nu.layers.mlp.gate, adam.mu.embedding):
+        assert leaf[...].addressable_shards[0].data.size * 4 == leaf[...].size
+
+
+def test_token_weights_follow_the_importance_cap(model):
+    batch = make_batch()
+    with np.errstate(invalid="ignore"):
+        weights = np.minimum(np.exp(batch.old_log_probs - batch.rollout_log_probs), 1.5)
+    _, expected = plain_gradient(model, batch, objectives.cispo_loss, aggregation="token", token_weights=weights)
+    gradient, _ = moved(model, batch, importance_cap=1.5, micro_batch_rows=4)
+    close(gradient, expected)
+    assert np.abs(gradient.embedding[...] - moved(model, batch)[0].embedding[...]).max() > 1e-4
+
+
+def test_constant_aggregation_divides_by_the_normalizer(model):
+    batch = make_batch()
+    _, expected = plain_gradient(model, batch, objectives.cispo_loss, aggregation="constant", normalizer=40.0)
+    gradient, _ = moved(model, batch, aggregation="constant", normalizer=40.0, micro_batch_rows=2)
+    close(gradient, expected)
+
+
+def test_the_mean_is_pooled_over_counted_tokens(model, whole):
+    batch = make_batch()
+    log_probs, entropy = jax.jit(lambda m: debug_run.plain_log_probs(m, batch.tokens, batch.padding_mask, T))(model)
+    mask = batch.loss_mask
+    means = masked.means(whole[1]["sums"])
+    np.testing.assert_allclose(means["policy/entropy"], np.asarray(entropy)[mask].mean(), rtol=1e-5)
+    ratio = np.exp(np.asarray(log_probs, np.float64) - batch.old_log_probs)[mask]
+    np.testing.assert_allclose(means["policy/ratio_mean"], ratio.mean(), rtol=1e-4)
+    np.testing.assert_allclose(means["policy/ratio_max"], ratio.max(), rtol=1e-4)
+    np.testing.assert_allclose(means["clip/at_cap"], (ratio > 5).mean(), rtol=1e-6)
+    advantages = np.broadcast_to(batch.advantages[:, None], mask.shape)[mask]
+    dropped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+    np.testing.assert_allclose(means["clip/dropped_ppo"], dropped.mean(), rtol=1e-6)
+    assert 0 < (ratio > 5).mean() < 1 and 0 < dropped.mean() < 1
+
+
+def test_bfloat16_compute_keeps_float32_masters(model):
+    """At RL learning rates a bfloat16 weight of 1.0 would never move (O-40)."""
+    log_probs_fn = functools.partial(debug_run.log_probs_fn, dtype=jnp.bfloat16)
+    optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-6))
+    step = make_train_step(log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token")
+    before = jax.device_get(model)
+    state = jax.jit(lambda m: init_state(m, optimizer))(model)
+    for _ in range(3):
+        state, _ = step(state, make_batch(), np.float32(1e-6))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.model))
+    change = np.abs(np.asarray(state.model.final_norm[...], np.float64) - before.final_norm[...])
+    assert (change > 1e-6).mean() > 0.8 and change.max() < 4e-6
+
+
+def test_score_step_is_the_same_forward_in_pieces(model):
+    batch = make_batch()
+    expected = jax.jit(lambda m: debug_run.plain_log_probs(m, batch.tokens, batch.padding_mask, T)[0])(model)
+    for rows in (0, 1, 2, 4):
+        score = make_score_step(debug_run.log_probs_fn, group_size=2, micro_batch_rows=rows)
+        got = np.asarray(score(model, batch.tokens, batch.padding_mask, T))
+        np.testing.assert_allclose(got[batch.loss_mask], np.asarray(expected)[batch.loss_mask], atol=1e-5)
+
+
+# ---- objectives by name and of one's own
+
+
+@pytest.mark.parametrize(
+    ("settings", "aggregation", "cap"),
+    [
+        (dict(name="cispo"), "token", 4.0),
+        (dict(name="cispo", epsilon_high=5.0), "token", 5.0),
+        (dict(name="ppo"), "token", 0.2),
+        (dict(name="grpo"), "sequence", 0.2),
+        (dict(name="dapo"), "token", 0.28),
+        (dict(name="gspo"), "sequence", 4e-4),
+        (dict(name="reinforce"), "sequence", 4.0),
+        (dict(name="unified", aggregation="prompt"), "prompt", 4.0),
+    ],
+)
+def test_each_name_reaches_its_own_loss_with_its_own_defaults(settings, aggregation, cap):
+    """O-04: no name falls through to another's formula."""
+    notes = []
+    loss_fn, reduced, upper = building.resolve_objective(ObjectiveSettings(**settings), None, notes)
+    assert (reduced, upper) == (aggregation, cap) and not notes
+    arrays = (jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -0.4]]), jnp.array([1.0]), jnp.ones((1, 2), bool))
+    coefficients = jnp.array([[0.5, 0.5]])
+    plain = getattr(objectives, f"{settings['name']}_loss")
+    bounds = {"epsilon_high": settings["epsilon_high"]} if "epsilon_high" in settings else {}
+    got, expected = (jax.grad(lambda x, f=f: f(x, *arrays[1:])[0])(arrays[0]) for f in (
+        lambda *a: loss_fn(*a, aggregation=coefficients), lambda *a: plain(*a, aggregation="token", **bounds)))  # fmt: skip
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_unified_takes_its_four_bounds():
+    settings = ObjectiveSettings(
+        name="unified", epsilon_low=0.1, epsilon_high=0.5, mask_epsilon_low=0.2, mask_epsilon_high=0.28
+    )
+    loss_fn, _, _ = building.resolve_objective(settings, None, [])
+    ratios = np.array([0.5, 0.85, 1.0, 1.3, 2.0])
+    arrays = (np.log(ratios)[None], np.zeros((1, 5)), np.ones(1), np.ones((1, 5), bool))
+    gradient = jax.grad(lambda x: loss_fn(x, *arrays[1:], aggregation=jnp.ones((1, 5)))[0])(
+        jnp.asarray(arrays[0], jnp.float32)
+    )
+    np.testing.assert_allclose(-gradient[0], [0.9, 0.9, 1.0, 0.0, 0.0], rtol=1e-6)
+
+
+def test_unified_keeps_its_default_cap_when_only_the_floor_is_set():
+    """An upper bound that nobody switched off must not vanish."""
+    loss_fn, _, _ = building.resolve_objective(ObjectiveSettings(name="unified", epsilon_low=0.5), None, [])
+    gradient = jax.grad(
+        lambda x: loss_fn(x, jnp.zeros((1, 1)), jnp.ones(1), jnp.ones((1, 1), bool), aggregation=jnp.ones((1, 1)))[0]
+    )
+    np.testing.assert_allclose(-gradient(jnp.full((1, 1), 3.0)), 5.0, rtol=1e-6)
+
+
+def test_a_positive_lower_bound_warns_once():
+    notes = []
+    building.resolve_objective(ObjectiveSettings(epsilon_low=0.2), None, notes)
+    assert len(notes) == 1 and "epsilon_low=0.2" in notes[0] and "0.8" in notes[0]
