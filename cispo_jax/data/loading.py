@@ -125,8 +125,9 @@ def from_examples(examples: Problems | Sequence[Example], settings: DataSettings
 def _held_out(examples: list[Example], settings: DataSettings, notes: list[str], source: str) -> Problems:
     """A fifth of the examples, `eval_size` at most, is kept for evaluation."""
     count = min(settings.eval_size, max(1, len(examples) // 5))
-    if len(examples) < 2:
-        raise ConfigError(f"{source} holds one problem; training and evaluation need one each.")
+    if len({example["prompt"] for example in examples}) < 2:
+        held = "one problem" if examples else "no problem (it is empty)"
+        raise ConfigError(f"{source} holds {held}; training and evaluation need one each.")
     if count < settings.eval_size:
         notes.append(f"config.data.eval_size={settings.eval_size} reduced to a fifth of the file")
     # By the prompt's own hash: adding or moving rows moves no other row between the splits' candidates.
