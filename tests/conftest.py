@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "JAX_NUMPY_RANK_PROMOTION": "raise",  # broadcasting over a missing axis is a mistake until it is written out
     "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # tests compile more than they compute: this halves the compilation
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # experiments.cli would start each command twice to set it
 }
 for name, value in ENVIRONMENT.items():
