@@ -288,7 +288,7 @@ unified_sums = functools.partial(loss_sums, unified_loss)
 def aggregation_weights(
     loss_mask: ArrayLike,
     *,
-    aggregation: str,
+    aggregation: str | ArrayLike,
     group_ids: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     normalizer: ArrayLike | None = None,
@@ -296,10 +296,11 @@ def aggregation_weights(
     """Each token's coefficient [B, T] in the loss, computed once for a whole batch.
 
     A loss whose `aggregation` is a slice of this array is sum(coefficient x term): micro-batches, devices, packed rows and groups
-    split over rows add up exactly to the loss of the whole batch. Arguments and errors as in the losses; "none" is refused.
+    split over rows add up exactly to the loss of the whole batch. Arguments and errors as in the losses; "none" is refused. An
+    array is handed back (0 where masked), so that a loss of one's own can call this whatever `aggregation` it got.
     """
     reduction = Reduction(aggregation, group_ids, segment_ids, normalizer).checked(np.shape(loss_mask))
-    if not isinstance(aggregation, str) or aggregation == "none":
+    if isinstance(aggregation, str) and aggregation == "none":
         raise ValueError(f"aggregation={aggregation!r} has no coefficients; valid: {', '.join(AGGREGATIONS[:-1])}")
     return reduction.weights(masked.counted(loss_mask, segment_ids))
 

@@ -1,6 +1,10 @@
 """A 1M-parameter model from nothing: supervised warm start on written demonstrations, then CISPO, on a laptop CPU.
 
-python -m experiments.train --config=configs/from_scratch.py --workdir=runs/from_scratch
+    python -m experiments.train --config=configs/from_scratch.py --workdir=runs/from_scratch
+
+Half of the demonstrations guess the sum of two numbers below 100 ("47 + 38 = 85"), half work it out digit by digit ("7+8=15, 4+3+1=8, 85").
+The warm start learns both and guesses badly; CISPO, which only sees whether the last number is right, learns to work it out.
+MEASURED
 """
 
 from cispo_jax.config import default_config
