@@ -89,6 +89,6 @@ def gradient_weights(loss_fn: Callable[..., Any], **settings: Any) -> Callable[[
 
     def weights(ratio: ArrayLike, advantages: ArrayLike) -> Array:
         ratio, advantages = jnp.broadcast_arrays(jnp.asarray(ratio, jnp.float32), jnp.asarray(advantages, jnp.float32))
-        return jax.vmap(weight)(jnp.log(ratio).ravel(), advantages.ravel()).reshape(ratio.shape)
+        return jax.jit(jax.vmap(weight))(jnp.log(ratio).ravel(), advantages.ravel()).reshape(ratio.shape)
 
     return weights
