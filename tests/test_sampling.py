@@ -170,7 +170,7 @@ def test_prompt_width_changes_nothing(model):
     assert default.prompt_tokens.shape == (8, 5)
 
 
-@pytest.mark.parametrize("sizes", [dict(data=2), dict(data=2, fsdp=2), dict(data=2, tensor=2)])
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2), dict(data=2, tensor=2)])
 def test_every_mesh_samples_the_same(sizes):
     config = dataclasses.replace(debug_run.TINY, vocab_size=18)  # divides by 2
     model = debug_run.model(config)

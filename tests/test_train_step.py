@@ -44,6 +44,29 @@ def model():
     return debug_run.model(ARCHITECTURE)
 
 
+def bigram():
+    """The smallest policy: logits [V, V] of the token after each token. The update takes any pytree; this one compiles fast."""
+    return {"table": np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)}
+
+
+def bigram_log_probs(model, tokens, padding_mask, *, response_width, share=1):
+    log_p = jax.nn.log_softmax(model["table"][tokens[:, -response_width - 1 : -1]])
+    chosen = jnp.take_along_axis(log_p, tokens[:, -response_width:, None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def whole_rows(model, tokens, padding_mask):
+    """Log-probs and entropy by the book, of either policy."""
+    if isinstance(model, dict):
+        return bigram_log_probs(model, tokens, padding_mask, response_width=T)
+    return debug_run.plain_log_probs(model, tokens, padding_mask, T)
+
+
+def make_step(model, loss_fn, optimizer, **options):
+    log_probs_fn = bigram_log_probs if isinstance(model, dict) else debug_run.log_probs_fn
+    return make_train_step(log_probs_fn, loss_fn, optimizer, **options)
+
+
 def keep_gradient():
     """An "optimizer" that hands back the gradient: with a rate of 1 the weights fall by exactly it."""
     import optax
@@ -55,9 +78,11 @@ def moved(model, batch, loss_fn=objectives.cispo_loss, *, place=lambda x: x, opt
     """(gradient by the step, metrics): the state's weights before less after, with a rate of 1."""
     optimizer = optimizer or keep_gradient()
     options = {"aggregation": "token", "group_size": 2, **options}
-    step = make_train_step(debug_run.log_probs_fn, loss_fn, optimizer, **options)
-    before = jax.tree.map(np.asarray, model)
-    state = jax.jit(lambda m: init_state(m, optimizer), out_shardings=options.get("shardings"))(model)
+    step = make_step(model, loss_fn, optimizer, **options)
+    before = jax.tree.map(np.array, model)
+    state = init_state(jax.tree.map(jnp.array, model), optimizer)  # copied: the step donates it
+    if "shardings" in options:
+        state = jax.device_put(state, options["shardings"])
     state, metrics = step(state, Batch(*map(place, batch)), np.float32(1))
     return jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model), jax.device_get(metrics)
 
@@ -73,7 +98,7 @@ def close(a, b, limit=1e-5):
 
 def plain_gradient(model, batch, loss_fn, **options):
     def loss(model):
-        log_probs, _ = debug_run.plain_log_probs(model, batch.tokens, batch.padding_mask, T)
+        log_probs, _ = whole_rows(model, batch.tokens, batch.padding_mask)
         return loss_fn(log_probs, batch.old_log_probs, batch.advantages, batch.loss_mask, **options)[0]
 
     return jax.jit(jax.value_and_grad(loss))(model)
@@ -91,7 +116,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_update_follows_the_gradient_of_the_plain_loss(model, name):
+def test_the_update_follows_the_gradient_of_the_plain_loss(name):
+    agrees_with_the_plain_loss(bigram(), name)
+
+
+def test_the_update_of_a_transformer_follows_the_gradient_of_the_plain_loss(model):
+    agrees_with_the_plain_loss(model, "cispo")
+
+
+def agrees_with_the_plain_loss(model, name):
     batch = make_batch()
     aggregation, settings = CASES[name]
     loss_fn = functools.partial(getattr(objectives, f"{name}_loss"), **settings)
@@ -112,16 +145,19 @@ def whole(model):
     return moved(model, make_batch())
 
 
+@pytest.fixture(scope="module")
+def whole_bigram():
+    return moved(bigram(), make_batch())
+
+
 @pytest.mark.parametrize("rows", [1, 4, 8])
-def test_micro_batches_add_up(model, whole, rows):
-    gradient, metrics = moved(model, make_batch(), micro_batch_rows=rows)
-    close(gradient, whole[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), metrics, whole[1])
+def test_micro_batches_add_up(whole_bigram, rows):
+    gradient, metrics = moved(bigram(), make_batch(), micro_batch_rows=rows)
+    close(gradient, whole_bigram[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), metrics, whole_bigram[1])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "rows"), [(dict(data=4), 0), (dict(data=2, fsdp=2), 4), (dict(fsdp=4), 0), (dict(fsdp=2, tensor=2), 2)]
-)
+@pytest.mark.parametrize(("sizes", "rows"), [(dict(data=2, fsdp=2), 4), (dict(fsdp=2, tensor=2), 0)])
 def test_every_mesh_gives_the_gradient_of_one_device(model, whole, sizes, rows):
     """The token mean is over the whole batch, not of means of devices (O-02)."""
     mesh = debug_run.mesh(**sizes)
@@ -133,18 +169,18 @@ def test_every_mesh_gives_the_gradient_of_one_device(model, whole, sizes, rows):
     np.testing.assert_allclose(metrics["loss"], whole[1]["loss"], rtol=1e-5)
 
 
-def test_row_order_changes_nothing(model, whole):
+def test_row_order_changes_nothing(whole_bigram):
     order = np.array([5, 2, 7, 0, 1, 6, 4, 3])
-    gradient, _ = moved(model, Batch(*(x[order] for x in make_batch())))
-    close(gradient, whole[0])
+    gradient, _ = moved(bigram(), Batch(*(x[order] for x in make_batch())))
+    close(gradient, whole_bigram[0])
 
 
-def test_an_all_masked_batch_moves_nothing(model):
+def test_an_all_masked_batch_moves_nothing():
     """Adam would step on a zero gradient, and weight decay without any (DESIGN 4)."""
     settings = OptimizerSettings(weight_decay=0.1, eps=1e-15)
     optimizer = make_optimizer(settings)
-    step = make_train_step(debug_run.log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token")
-    state = jax.jit(lambda m: init_state(m, optimizer))(model)
+    step = make_step(bigram(), objectives.cispo_loss, optimizer, aggregation="token")
+    state = init_state(jax.tree.map(jnp.array, bigram()), optimizer)
     batch = make_batch()
     state, _ = step(state, batch, np.float32(1e-2))
     before = jax.device_get(state)
@@ -156,7 +192,7 @@ def test_an_all_masked_batch_moves_nothing(model):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(metrics))
     state, metrics = step(state, batch, np.float32(1e-2))
     assert state.updates == 2 and step._cache_size() == 1
-    assert not np.array_equal(before.model.embedding[...], state.model.embedding[...])
+    assert not np.array_equal(before.model["table"], state.model["table"])
 
 
 def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
@@ -166,7 +202,7 @@ def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
     step = make_train_step(
         debug_run.log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token", shardings=shardings
     )
-    state = jax.jit(lambda m: init_state(m, optimizer), out_shardings=shardings)(model)
+    state = jax.device_put(init_state(jax.tree.map(jnp.array, model), optimizer), shardings)
     for seed in range(3):
         donated = jax.tree.leaves(state)
         batch = Batch(*(jax.device_put(x, sharding.batch_sharding(mesh)) for x in make_batch(seed)))
@@ -182,28 +218,28 @@ def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
         assert leaf[...].addressable_shards[0].data.size * 4 == leaf[...].size
 
 
-def test_token_weights_follow_the_importance_cap(model):
-    batch = make_batch()
+def test_token_weights_follow_the_importance_cap(whole_bigram):
+    model, batch = bigram(), make_batch()
     with np.errstate(invalid="ignore"):
         weights = np.minimum(np.exp(batch.old_log_probs - batch.rollout_log_probs), 1.5)
     _, expected = plain_gradient(model, batch, objectives.cispo_loss, aggregation="token", token_weights=weights)
     gradient, _ = moved(model, batch, importance_cap=1.5, micro_batch_rows=4)
     close(gradient, expected)
-    assert np.abs(gradient.embedding[...] - moved(model, batch)[0].embedding[...]).max() > 1e-4
+    assert np.abs(gradient["table"] - whole_bigram[0]["table"]).max() > 1e-4
 
 
-def test_constant_aggregation_divides_by_the_normalizer(model):
-    batch = make_batch()
+def test_constant_aggregation_divides_by_the_normalizer():
+    model, batch = bigram(), make_batch()
     _, expected = plain_gradient(model, batch, objectives.cispo_loss, aggregation="constant", normalizer=40.0)
     gradient, _ = moved(model, batch, aggregation="constant", normalizer=40.0, micro_batch_rows=2)
     close(gradient, expected)
 
 
-def test_the_mean_is_pooled_over_counted_tokens(model, whole):
+def test_the_mean_is_pooled_over_counted_tokens(whole_bigram):
     batch = make_batch()
-    log_probs, entropy = jax.jit(lambda m: debug_run.plain_log_probs(m, batch.tokens, batch.padding_mask, T))(model)
+    log_probs, entropy = whole_rows(bigram(), batch.tokens, batch.padding_mask)
     mask = batch.loss_mask
-    means = masked.means(whole[1]["sums"])
+    means = masked.means(whole_bigram[1]["sums"])
     np.testing.assert_allclose(means["policy/entropy"], np.asarray(entropy)[mask].mean(), rtol=1e-5)
     ratio = np.exp(np.asarray(log_probs, np.float64) - batch.old_log_probs)[mask]
     np.testing.assert_allclose(means["policy/ratio_mean"], ratio.mean(), rtol=1e-4)
@@ -221,7 +257,7 @@ def test_bfloat16_compute_keeps_float32_masters(model):
     optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-6))
     step = make_train_step(log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token")
     before = jax.device_get(model)
-    state = jax.jit(lambda m: init_state(m, optimizer))(model)
+    state = init_state(jax.tree.map(jnp.array, model), optimizer)
     for _ in range(3):
         state, _ = step(state, make_batch(), np.float32(1e-6))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.model))
@@ -232,7 +268,7 @@ def test_bfloat16_compute_keeps_float32_masters(model):
 def test_score_step_is_the_same_forward_in_pieces(model):
     batch = make_batch()
     expected = jax.jit(lambda m: debug_run.plain_log_probs(m, batch.tokens, batch.padding_mask, T)[0])(model)
-    for rows in (0, 1, 2, 4):
+    for rows in (1, 4):
         score = make_score_step(debug_run.log_probs_fn, group_size=2, micro_batch_rows=rows)
         got = np.asarray(score(model, batch.tokens, batch.padding_mask, T))
         np.testing.assert_allclose(got[batch.loss_mask], np.asarray(expected)[batch.loss_mask], atol=1e-5)

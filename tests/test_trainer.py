@@ -402,3 +402,16 @@ def test_a_trace_that_the_run_does_not_reach_the_end_of_is_still_written(tmp_pat
     assert list(tmp_path.glob("profile/**/*.xplane.pb"))
     run(tmp_path, steps=3, profile__steps="1:3")  # resumes inside the window
     assert len(lines(tmp_path)) == 4
+
+
+@pytest.mark.slow
+def test_a_step_runs_without_jit(tmp_path):
+    """`JAX_DISABLE_JIT=1` with the debug page: every line can be stepped through, and the numbers are the compiled ones."""
+    small = dict(steps=1, sampling__prompts_per_step=2, sampling__group_size=2, sampling__max_new_tokens=3, objective__num_minibatches=1,
+                 evaluation__num_problems=2)  # fmt: skip
+    compiled = run(tmp_path / "compiled", **small)
+    with jax.disable_jit():
+        plain = run(tmp_path / "plain", **small)
+    assert samples(tmp_path / "plain", 1) == samples(tmp_path / "compiled", 1)
+    for name in ("loss", "grad/norm", "policy/entropy", "reward/mean"):
+        np.testing.assert_allclose(plain[1][name], compiled[1][name], rtol=1e-4, atol=1e-6)
