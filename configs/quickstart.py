@@ -9,7 +9,7 @@ whose pairs of operands never occur in training:
     seed 0   12.5 % -> 61.7 %
     seed 1   12.5 % -> 75.0 %
     seed 2   12.5 % -> 77.0 %
-    SHUFFLED
+    control  12.5 % ->  6.2 %   (seed 0 with --config.sampling.shuffle_rewards=True: rewards permuted within the batch)
 
 The limit is 16 tokens: the start talks around the question and is mostly cut off before a result, so a part of the gain is to answer at
 once; the rest are right results in place of wrong ones (the table at the end of the run tells them apart).
