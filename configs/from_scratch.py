@@ -5,8 +5,8 @@
 Half of the demonstrations guess the sum of two numbers below 100 ("47 + 38 = 85"), half work it out digit by digit ("7+8=15, 4+3+1=8, 85").
 The warm start learns both and guesses badly; CISPO, which only sees whether the last number is right, learns to work it out.
 
-Measured with that command (2 cores of an AMD EPYC, jax 0.10.2): 4 minutes 14 seconds in all, 3 of them the warm start; greedy accuracy on 512
-held-out sums 45.9 % after the warm start, 86.9 % after 8 and 92.6 % after 16 rollout steps (4 updates each, every token used once).
+Measured with that command (2 cores of an AMD EPYC, jax 0.10.2): 4 minutes 14 seconds in all, 3 of them the warm start; greedy accuracy on
+512 held-out sums 45.9 % after the warm start, 86.9 % after 8 and 92.6 % after 16 rollout steps (4 updates each, every token used once).
 """
 
 from cispo_jax.config import default_config

