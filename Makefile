@@ -23,7 +23,7 @@ lint: .venv/dev.stamp  ## format, lint and types
 check: lint test  ## what a change must pass (warnings are errors)
 
 test-slow: .venv-slow/stamp  ## comparisons with transformers on the same weights (Python 3.11)
-	.venv-slow/bin/python -m pytest -m slow tests tests/slow
+	.venv-slow/bin/python -m pytest -m slow -o norecursedirs='.*'  # tests/slow too
 
 size:  ## lines of the core (limit 2,000) and of the whole library
 	@core=$$(cat $(CORE) | wc -l); all=$$(find cispo_jax -name '*.py' -exec cat {} + | wc -l); \

@@ -25,7 +25,7 @@ LAYERS = (
     ("weights", "sampling", "training", "data", "rewards"),
     ("trainer", "evaluation", "building", "reporting"),
 )
-CORE = (*LAYERS[0], "types", "sampling.decode", "training.train_step", "trainer")
+CORE = (*LAYERS[0], "types", "sampling.decode", "training.groups", "training.train_step", "trainer")
 # The core is handed functions (`forward`, `sample_fn`, `reward`).
 NOT_IN_CORE = ("models", "weights", "data", "rewards", "building")
 JAX = ("jax", "jaxlib", "chex", "flax", "optax", "orbax")
@@ -127,6 +127,12 @@ def test_data_and_rewards_never_load_jax(module):
         names = imports(FILES[name], inside_functions=False)
         assert not names & set(JAX), f"cispo_jax.{module} imports cispo_jax.{name}, which imports {names & set(JAX)}"
         todo |= {part for full in own(names) for part in (full, full.rpartition(".")[0]) if part} - seen
+
+
+def test_make_size_counts_this_core():
+    makefile = (ROOT.parent / "Makefile").read_text().replace("\\\n", " ")
+    counted = re.search(r"^CORE := \$\(addprefix cispo_jax/,(.*)\)$", makefile, re.MULTILINE)[1].split()
+    assert {name.removesuffix(".py").replace("/", ".") for name in counted} == set(CORE) - {"_requires_train"}
 
 
 def test_the_table_names_what_is_there():
