@@ -6,6 +6,9 @@ Exit codes: 0 done; 2 bad config or input; 75 stopped early, run the same comman
 
 from __future__ import annotations
 
+from cispo_jax import _requires_train  # noqa: F401
+
+# isort: split
 import glob
 import os
 import re
