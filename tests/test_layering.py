@@ -164,7 +164,7 @@ def run(code: str, *, without: tuple[str, ...]) -> subprocess.CompletedProcess:
 def test_an_import_without_its_extra_says_how_to_install_it(missing):
     modules = ("data", "evaluation", "models", "sampling", "sharding", "trainer", "training", "weights")
     statements = [f"import cispo_jax.{name}" for name in modules]
-    statements += ["from cispo_jax import trainer", "from cispo_jax.models import forward", "import experiments.train"]
+    statements += ["from cispo_jax import trainer", "from cispo_jax.models import forward", "import experiments.cli"]
     code = f"""
         import cispo_jax
         for statement in {statements!r}:
