@@ -135,7 +135,7 @@ def test_good_command_lines_reach_the_settings_without_loading_jax():
     assert found["objective"]["aggregation"] == "prompt" and found["model"]["remat"] is False
     assert found["rewards"]["short"] == "my_reward.py:short" and found["rewards"]["long"] == "m:f"
     assert found["rewards"]["workers"] == 2
-    assert found["data"]["options"] == {"operations": "+", "max_value": 30}
+    assert found["data"]["options"] == {"wording": "{expression}=", "min_value": 0, "operations": "+", "max_value": 30}
     assert found["data"]["template_kwargs"] == {"enable_thinking": False, "note": "a b=c"}
 
 

@@ -54,6 +54,8 @@ def test_the_docstring_holds_the_command(name):
     text = path.read_text()
     doc = ast.get_docstring(ast.parse(text))
     assert re.search(
-        rf"^ *python -m experiments\.train --config=configs/{name}\.py --workdir=runs/\w+$", doc, re.MULTILINE
+        rf"^ *python -m experiments\.train --config=configs/{name}\.py --workdir=runs/\w+( --config\.\S+)*$",
+        doc,
+        re.MULTILINE,
     )
     assert len(text.splitlines()) <= 60
