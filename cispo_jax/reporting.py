@@ -22,7 +22,7 @@ PER_UPDATE = ("clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap", "policy/ra
 
 UPDATE_METRICS = (
     "loss", "grad/norm", "policy/entropy", "policy/ratio_mean", "policy/ratio_max",
-    "clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap",
+    "clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap", "optimizer/learning_rate",
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class StepReport:
             means = masked.means(metrics["sums"]) | {"grad/norm": metrics["grad/norm"]}
             values |= {f"{name}/u{index:02d}": means[name] for name in PER_UPDATE}
         # A step without an update has no such numbers: they are written as null, not as 0.
-        values |= dict.fromkeys(UPDATE_METRICS, np.nan) | masked.means(pooled)
+        values = dict.fromkeys(UPDATE_METRICS, np.nan) | values | masked.means(pooled)
         values["updates"] = len(updates)
         for name in ("loss", "grad/norm") if updates else ():
             values[name] = np.mean([metrics[name] for metrics in updates.values()])
