@@ -104,7 +104,7 @@ def _from_file(settings: DataSettings) -> Problems:
     notes = [f"{found.duplicates:,} duplicates dropped"] if found.duplicates else []
     if settings.eval_source:
         return _with_eval_file(settings, found.examples, notes)
-    return _held_out(found.examples, settings, notes, settings.source)
+    return _held_out(found.examples, settings, notes, f"config.data.source={settings.source}")
 
 
 def from_examples(examples: Problems | Sequence[Example], settings: DataSettings) -> Problems:
@@ -134,7 +134,7 @@ def _held_out(examples: list[Example], settings: DataSettings, notes: list[str],
     by_hash = sorted(examples, key=lambda example: _hash(settings.seed, example["prompt"]))
     evaluation, held_out = by_hash[:count], {example["prompt"] for example in by_hash[:count]}
     train = [example for example in examples if example["prompt"] not in held_out]
-    description = _describe(source, train, evaluation, notes)
+    description = _describe(source.removeprefix("config.data.source="), train, evaluation, notes)
     return Problems(train, evaluation, scoring.exact_match, scoring.verdict, description)
 
 
