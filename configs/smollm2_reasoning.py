@@ -1,6 +1,11 @@
-"""SmolLM2-135M-Instruct learns to work sums of several numbers out one line at a time (reasoning-gym `basic_arithmetic`).
+"""SmolLM2-135M-Instruct learns to work sums of three numbers out one line at a time (reasoning-gym `basic_arithmetic`).
 
-python -m experiments.train --config=configs/smollm2_reasoning.py --workdir=runs/smollm2_reasoning
+    pip install '.[rewards]'
+    python -m experiments.train --config=configs/smollm2_reasoning.py --workdir=runs/smollm2_reasoning
+
+The prompt shows one worked example; an answer is two lines of arithmetic and a last line "Answer: ...". Measured so far (2 cores of an AMD
+EPYC): greedy accuracy of the starting model on 128 held-out problems 16.4 %. The result of a whole run has not been recorded yet; steps and
+learning rate are taken from `quickstart.py` and not tuned here.
 """
 
 import os
