@@ -248,7 +248,7 @@ def test_the_mean_is_pooled_over_counted_tokens(whole_bigram):
     advantages = np.broadcast_to(batch.advantages[:, None], mask.shape)[mask]
     dropped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
     np.testing.assert_allclose(means["clip/dropped_ppo"], dropped.mean(), rtol=1e-6)
-    assert 0 < (ratio > 5).mean() < 1 and 0 < dropped.mean() < 1
+    assert 0 < dropped.mean() < 1
 
 
 def test_bfloat16_compute_keeps_float32_masters(model):
