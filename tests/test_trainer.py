@@ -230,14 +230,14 @@ def test_truncated_responses_may_leave_the_loss_but_not_the_statistics(tmp_path,
         return built
 
     monkeypatch.setattr(building, "build", spy)
-    found = run(tmp_path, steps=1, objective__train_truncated=False)
+    found = run(tmp_path, steps=1, objective__train_truncated=False, objective__num_minibatches=1)
     rows = samples(tmp_path, 1)
     truncated = np.array([row["finish_reason"] == "length" for row in rows])
     assert 0 < truncated.sum() < len(rows)
     loss_mask, advantages = (
         np.concatenate([getattr(b, name) for b in batches]) for name in ("loss_mask", "advantages")
     )
-    # All groups train, one a mini-batch: rows stay in the order in which they were sampled.
+    # All groups are live, in one mini-batch: rows stay in the order in which they were sampled.
     assert not loss_mask[truncated].any() and loss_mask[~truncated].any(axis=1).all()
     rewards = np.array([row["reward"] for row in rows]).reshape(4, 4)
     std = rewards.std(axis=1, ddof=1, keepdims=True)
