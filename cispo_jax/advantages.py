@@ -71,6 +71,6 @@ def _centre(rewards_PG: ArrayLike, valid_PG: ArrayLike | None) -> tuple[Array, A
     # Differences from one of the rewards first: the float32 mean of G equal numbers need not be that number.
     first_P1 = jnp.min(rewards_PG, axis=1, keepdims=True, where=valid_PG, initial=jnp.inf)
     shifted_PG = jnp.where(valid_PG, rewards_PG - first_P1, 0)
-    count_P1 = valid_PG.sum(axis=1, keepdims=True)
+    count_P1 = valid_PG.sum(axis=1, keepdims=True, dtype=jnp.float32)
     mean_P1 = shifted_PG.sum(axis=1, keepdims=True) / jnp.maximum(count_P1, 1)
     return jnp.where(valid_PG, shifted_PG - mean_P1, 0), valid_PG, count_P1

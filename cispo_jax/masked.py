@@ -28,8 +28,8 @@ def counted(loss_mask: ArrayLike, segment_ids: ArrayLike | None = None) -> Array
 
 def select(mask: Array, x: ArrayLike) -> Array:
     """A constant input ([B] or [B, T]) as float32 [B, T], 0 where it does not count: 0 * NaN would be NaN."""
-    x = stop_gradient(jnp.asarray(x, jnp.float32))
-    return jnp.where(mask, x[:, None] if x.ndim < mask.ndim else x, 0)
+    x = stop_gradient(jnp.asarray(x))
+    return jnp.where(mask, x[:, None] if x.ndim < mask.ndim else x, 0).astype(jnp.float32)
 
 
 def masked_sum(x: Array, mask: Array) -> Array:
@@ -104,7 +104,7 @@ def response_mean(x: Array, mask: Array, segment_ids: ArrayLike | None) -> Array
     ids = response_ids(x.shape, segment_ids)
     sums, _ = unit_sum(jnp.where(mask, x, 0), ids)
     counts, _ = unit_sum(mask.astype(jnp.int32), ids)
-    return jnp.broadcast_to(sums / jnp.maximum(counts, 1), x.shape)
+    return jnp.broadcast_to(sums / jnp.maximum(counts, 1).astype(x.dtype), x.shape)
 
 
 class Reduction(NamedTuple):
@@ -127,7 +127,7 @@ class Reduction(NamedTuple):
         else:
             return mask.astype(jnp.float32), masked_count(mask)
         in_unit, by_unit = unit_sum(mask.astype(jnp.int32), ids)
-        return jnp.where(mask, 1 / jnp.maximum(in_unit, 1), 0), masked_count(by_unit > 0)
+        return jnp.where(mask, 1 / jnp.maximum(in_unit, 1).astype(jnp.float32), 0), masked_count(by_unit > 0)
 
     def weights(self, mask: Array) -> Array:
         """The coefficient of each token [B, T], divided; all 0 where nothing counts."""

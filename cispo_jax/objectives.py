@@ -329,7 +329,7 @@ def kl_penalty(
     masked.check_arrays(np.shape(log_probs), ref_log_probs=ref_log_probs, loss_mask=loss_mask)
     reduction = Reduction(aggregation, group_ids, segment_ids, normalizer).checked(np.shape(log_probs))
     mask = masked.counted(loss_mask, segment_ids)
-    log_ratio = select(mask, ref_log_probs) - jnp.where(mask, jnp.asarray(log_probs, jnp.float32), 0)
+    log_ratio = select(mask, ref_log_probs) - jnp.where(mask, jnp.asarray(log_probs), 0).astype(jnp.float32)
     return reduction.reduce(estimators[estimator](log_ratio), mask)
 
 
@@ -372,7 +372,7 @@ def _loss(
     reduction = reduction.checked(np.shape(log_probs))
 
     mask = masked.counted(loss_mask, reduction.segment_ids)
-    log_probs = jnp.where(mask, jnp.asarray(log_probs, jnp.float32), 0)
+    log_probs = jnp.where(mask, jnp.asarray(log_probs), 0).astype(jnp.float32)
     advantages = select(mask, advantages)
 
     log_ratio = stop_gradient(log_probs) - select(mask, old_log_probs)
