@@ -300,7 +300,6 @@ def test_rematerialisation_changes_no_gradient(qwen):
     assert "remat" in jaxpr(True) and "remat" not in jaxpr(False)
 
 
-@pytest.mark.slow
 def test_forward_runs_without_jit(qwen):
     with jax.disable_jit():
         slow = forward(qwen, TOKENS[:1, :2])
