@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import compilations
 import debug_run
 import jax
 import jax.numpy as jnp
@@ -303,11 +304,11 @@ def test_filters_leave_the_recorded_log_probs_those_of_the_policy(model):
     ],
 )
 def test_bad_arguments_are_refused_before_device_work(model, options, words):
-    compiled = decode._sample._cache_size()
+    compiled = compilations.count()
     with pytest.raises(ConfigError) as error:
         sample(model, **options)
     assert all(word in str(error.value) for word in words), error.value
-    assert decode._sample._cache_size() == compiled
+    assert compilations.count() == compiled
 
 
 def test_a_cache_that_just_fits_is_taken_and_one_token_works(model):
@@ -318,10 +319,10 @@ def test_a_cache_that_just_fits_is_taken_and_one_token_works(model):
 
 def test_seeds_steps_prompts_and_ends_compile_once(model):
     sample(model)
-    compiled = decode._sample._cache_size()
+    compiled = compilations.count()
     sample(model, seed=5, step=3, prompt_ids=[7, 8, 9, 10_000_000_000], temperature=0.7)
     sample(model, [[1], [2], [3], [4, 4]], eos_ids=(5, 6), seed=-1)
-    assert decode._sample._cache_size() == compiled
+    assert compilations.count() == compiled
 
 
 def test_decoding_ends_when_every_row_has_stopped(monkeypatch):
