@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 from ml_collections import config_dict
 
-from cispo_jax import config as settings
-from cispo_jax.config import Config, ConfigError, default_config, from_config_dict, to_dict
+from cispo_jax.config import (
+    Config,
+    ConfigError,
+    ProfileSettings,
+    checks,
+    default_config,
+    from_config_dict,
+    profile_steps,
+    to_dict,
+)
 
 PAGES = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 PAGES = [page for page in PAGES if page.stem != "__init__"]
@@ -84,8 +92,8 @@ def test_every_setting_has_a_default_of_its_type():
         value = getattr(Config(), section.name)
         for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else []:
             assert isinstance(getattr(value, field.name), int | float | str | bool | dict | None), field.name
-    for name in (*settings.CHOICES, *settings.MINIMUM, *settings.POSITIVE, *settings.WHY):
-        settings._get(Config(), name)  # the tables name settings that exist
+    for name in (*checks.CHOICES, *checks.MINIMUM, *checks.POSITIVE, *checks.WHY):
+        checks._get(Config(), name)  # the tables name settings that exist
 
 
 @pytest.mark.parametrize(
@@ -202,5 +210,5 @@ def test_whole_numbers_become_floats_and_optional_settings_may_be_none():
 
 
 def test_profile_steps():
-    assert settings.profile_steps(settings.ProfileSettings("3:5")) == range(3, 5)
-    assert settings.profile_steps(settings.ProfileSettings()) == range(0)
+    assert profile_steps(ProfileSettings("3:5")) == range(3, 5)
+    assert profile_steps(ProfileSettings()) == range(0)

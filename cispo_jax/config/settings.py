@@ -1,0 +1,173 @@
+"""Every setting of a run, once, with its unit: the frozen dataclasses that a config page turns into.
+
+A config page (`configs/*.py`) returns an `ml_collections.ConfigDict` made by `default_config()` and changed by the page and by
+`--config.section.key=value`. The launcher calls `from_config_dict` once; below it nobody sees a `ConfigDict`. Every problem is a
+`ConfigError` that names the setting, its value and the valid values, raised before any device work; the launcher exits with code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """Bad settings or bad input from a user: shown as one paragraph without a traceback, exit code 2."""
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """' Did you mean "x"?' for the closest valid name, or nothing."""
+    close = difflib.get_close_matches(name, list(valid), n=1)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    preset: str = (
+        "smollm2-135m"  # architecture (cispo_jax.models.PRESETS); weights that bring their own architecture override it
+    )
+    weights: str = ""  # "" = random; a directory, a .gguf file, package:NAME (a .gguf inside an installed package)
+    tokenizer: str = ""  # "" = the weights' own; characters:ABC = one token a character; path of a tokenizer.json
+    dtype: str = "float32"  # compute dtype: float32 | bfloat16; parameters, optimizer, head and softmax stay float32
+    remat: bool = True  # recompute each layer in the backward pass: memory for about a third more compute
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    data: int = 1  # devices that split the batch and replicate the parameters; -1 = what is left
+    fsdp: int = -1  # devices that split the batch and the parameters
+    expert: int = 1  # devices that split the experts (and the batch outside them)
+    tensor: int = 1  # devices that split heads, feed-forward and vocabulary
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    source: str = "arithmetic"  # arithmetic | reasoning_gym:TASK | a .jsonl or .parquet file with `prompt` and `answer`
+    options: Mapping[str, Any] = field(default_factory=dict)  # the generator's own settings, e.g. max_value
+    eval_source: str = ""  # "" = held out from `source`; else a file of evaluation problems
+    train_size: int = 4096  # problems to generate for training; a file is used whole
+    eval_size: int = 256  # held-out problems
+    seed: int = 0  # of the generator (the run's `seed` orders and samples)
+    directory: str = ""  # where generated TFDS data sets are kept; "" = TFDS's own default
+    template: str = "chat"  # chat = the tokenizer's chat template | raw = the prompt as it is | path of a .jinja file
+    system_prompt: str = ""  # "" = no system turn
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # handed to the template
+    prompt_suffix: str = ""  # added to every problem before templating, e.g. an instruction
+    prompt_field: str = "prompt"  # column names of a file
+    answer_field: str = "answer"
+    max_prompt_tokens: int = 256  # after templating
+    long_prompts: str = "refuse"  # what to do with longer ones: refuse | filter (counted in the log)
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Free names: `--config.rewards.NAME=module_or_file:function` adds a reward function; the total is the sum over all of them."""
+
+    functions: Mapping[str, str] = field(default_factory=dict)  # NAME -> module_or_file:function
+    task: str = "auto"  # the data set's own scorer: auto = only if no function is named | on | off
+    workers: int = 0  # processes that score; 0 = inline
+    overlong_buffer: int = 0  # tokens before max_new_tokens where DAPO's soft penalty grows; 0 = off
+    overlong_penalty: float = 1.0  # subtracted in full at the limit
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    prompts_per_step: int = 16  # P: prompts of one rollout batch
+    group_size: int = 8  # G: responses of each prompt
+    max_new_tokens: int = 64  # T: response tokens, the EOS included
+    temperature: float = 1.0
+    top_p: float = 1.0  # must be 1 in training (the ratio would be biased)
+    top_k: int = 0  # 0 = off; must be 0 in training
+    dynamic: bool = True  # leave out groups whose rewards are all equal (DAPO's dynamic sampling)
+    max_refills: int = 0  # further batches of prompts to replace groups that were left out
+    shuffle_rewards: bool = False  # control experiment: permute the rewards within the batch; nothing can be learned
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    name: str = "cispo"  # cispo | reinforce | ppo | grpo | dapo | gspo | unified | module_or_file:function
+    epsilon_low: float | None = None  # lower bound of the ratio is 1 - epsilon_low; None = the objective's own default
+    epsilon_high: float | None = None  # upper bound is 1 + epsilon_high; None = the objective's own default
+    mask_epsilon_low: float | None = None  # unified only (Eq. 5): the mask's own range
+    mask_epsilon_high: float | None = None
+    aggregation: str | None = None  # token | prompt | sequence | constant; None = the objective's own default
+    num_minibatches: int = 16  # a rollout batch is split into so many mini-batches of whole groups ...
+    num_epochs: int = 1  # ... and passed over so many times: updates a step = num_minibatches x num_epochs
+    micro_batch_rows: int = 0  # rows of one forward and backward pass; 0 = the whole mini-batch
+    anchor: str = (
+        "old"  # denominator of the ratio: old = a forward pass of the trainer | rollout = the sampler's record
+    )
+    advantage: str = "group"  # group (mean of the group) | rloo (mean of the others)
+    advantage_scale: str = "group"  # divide by the standard deviation of the group | batch | none
+    train_truncated: bool = True  # False: responses that hit max_new_tokens leave the loss
+    truncated_importance_cap: float | None = None  # multiply by min(old / rollout, cap); refused with anchor=rollout
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    learning_rate: float = 1e-6  # peak
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-15  # MiniMax-M1; use 1e-8 where a parameter's true gradient is zero
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # global norm; 0 = no clipping
+    schedule: str = "constant"  # after the warm-up: constant | linear | cosine (both to 0 at the end of the run)
+    warmup: int = 0  # length of the linear warm-up in units of ...
+    warmup_unit: str = "rollout_steps"  # ... rollout_steps | updates
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    num_steps: int = 0  # supervised updates before RL; 0 = no warm start
+    batch_size: int = 64  # demonstrations an update
+    learning_rate: float = 1e-3  # peak; 5 % warm-up, then cosine to 0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    every: int = 5  # rollout steps between evaluations; 0 = only before and after
+    num_problems: int = 256  # of the held-out set; 0 = all
+    samples: int = 0  # k of avg@k, sampled at `temperature`; 0 = greedy only
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    batch_rows: int = 128  # responses decoded at a time
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    every: int = 5  # rollout steps; the last step is always saved
+    keep: int = 2  # newest checkpoints kept
+
+
+@dataclass(frozen=True)
+class LoggingSettings:
+    tensorboard: bool = True
+    wandb: str = ""  # project name; "" = off
+    samples: int = 0  # responses of a step written to rollouts/; 0 = all
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    steps: str = ""  # "3:5" = trace rollout steps 3 and 4 into WORKDIR/profile
+
+
+@dataclass(frozen=True)
+class Config:
+    seed: int = 0  # order of the prompts, sampled tokens, random weights
+    num_steps: int = 10  # rollout steps
+    model: ModelSettings = field(default_factory=ModelSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    sft: SftSettings = field(default_factory=SftSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
