@@ -186,10 +186,14 @@ def peak_memory() -> dict[str, float]:
 
 def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict[str, float]:
     """Evaluates the current weights on the held-out problems; responses go to evaluations/step_000123.jsonl (or NAME.jsonl)."""
+    settings = run.config.evaluation
+    count = min(settings.num_problems or len(run.problems.evaluation), len(run.problems.evaluation))
+    sampled = f" and {settings.samples} sampled ones" if settings.samples else ""
+    say(f"evaluating on {count} held-out problems: a greedy response{sampled} to each ...")
     metrics, records = evaluation.evaluate(
         run.to_sampling(state.train.model),
         run.problems.evaluation,
-        run.config.evaluation,
+        settings,
         sample=run.sample,
         encode=run.encode,
         decode=run.tokenizer.decode,

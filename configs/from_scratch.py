@@ -10,33 +10,24 @@ Measured with that command (2 cores of an AMD EPYC, jax 0.10.2): 4 minutes 14 se
 """
 
 from cispo_jax.config import default_config
+from configs.common import models, recipes, tasks
 
 
 def get_config():
     config = default_config()
+    models.from_nothing(config, "tiny", "0123456789+-=, ")
+    tasks.sums(config, min_value=0, max_value=99, operations="+", wording="{expression}=")
+    recipes.four_updates(config, prompts_per_step=32, learning_rate=1e-4)
     config.num_steps = 16
-    config.model.preset = "tiny"
-    config.model.tokenizer = "characters:0123456789+-=, "
-    config.model.remat = False
-    config.data.source = "arithmetic"
-    config.data.options.operations = "+"
-    config.data.options.wording = "{expression}="
-    config.data.options.min_value = 0
-    config.data.options.max_value = 99
-    config.data.options.style = "mixed"  # most demonstrations guess the sum, some work it out digit by digit
+    config.data.options.style = "mixed"  # half of the demonstrations guess the sum, half work it out digit by digit
     config.data.options.plain_share = 0.5
-    config.data.template = "raw"
     config.data.train_size = 4096
     config.data.eval_size = 512
     config.data.max_prompt_tokens = 16
     config.sft.num_steps = 400
     config.sft.batch_size = 64
     config.sft.learning_rate = 3e-3
-    config.sampling.prompts_per_step = 32
-    config.sampling.group_size = 8
     config.sampling.max_new_tokens = 24
-    config.objective.num_minibatches = 4
-    config.optimizer.learning_rate = 1e-4
     config.optimizer.eps = 1e-8
     config.optimizer.schedule = "linear"
     config.evaluation.every = 8
