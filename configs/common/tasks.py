@@ -13,11 +13,11 @@ def sums(config, *, min_value, max_value, operations="+-", wording="What is {exp
 
 
 def worked_sums(config, *, terms):
-    """Sums of `terms` one-digit numbers (reasoning-gym); the prompt shows one example, worked out line by line."""
+    """Sums of `terms` numbers from 0 to 10 (reasoning-gym); the prompt shows two, worked out line by line."""
     config.data.source = "reasoning_gym:basic_arithmetic"
     config.data.options.min_terms = terms
     config.data.options.max_terms = terms
     config.data.options.max_digits = 1
-    config.data.options.operators = ["+", "-"]
+    config.data.options.operators = ["+"]
     config.data.options.allow_parentheses = False
     config.data.template = os.path.join(os.path.dirname(__file__), "worked_sums.jinja")
