@@ -7,6 +7,7 @@ rows (e.g. truncated ones) after the advantages are computed, never before: a gr
 import chex
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
@@ -39,7 +40,7 @@ def group_relative_advantages(
     """
     if scale not in ("group", "batch", None):
         raise ValueError(f"scale={scale!r}; valid: 'group', 'batch', None")
-    if ddof < 0 or not epsilon >= 0:
+    if ddof < 0 or not (isinstance(epsilon, Tracer) or epsilon >= 0):
         raise ValueError(f"ddof={ddof!r} and epsilon={epsilon!r} must not be negative")
     centred_PG, valid_PG, count_P1 = _centre(rewards_PG, valid_PG)
     if scale is None:
@@ -65,7 +66,7 @@ def _centre(rewards_PG: ArrayLike, valid_PG: ArrayLike | None) -> tuple[Array, A
     """Rewards less the mean over the valid ones of their group (0 where not valid), the validity, valid rows a group [P, 1]."""
     rewards_PG = stop_gradient(jnp.asarray(rewards_PG, jnp.float32))
     chex.assert_rank(rewards_PG, 2, custom_message="rewards are [P, G]", exception_type=ValueError)
-    valid_PG = jnp.ones(rewards_PG.shape, bool) if valid_PG is None else jnp.asarray(valid_PG) != 0
+    valid_PG = jnp.ones(rewards_PG.shape, bool) if valid_PG is None else jnp.asarray(valid_PG).astype(bool)
     message = f"valid_PG must be [P, G] like the rewards, {rewards_PG.shape}"
     chex.assert_shape(valid_PG, rewards_PG.shape, custom_message=message, exception_type=ValueError)
     # Differences from one of the rewards first: the float32 mean of G equal numbers need not be that number.

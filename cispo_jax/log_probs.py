@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.lax import stop_gradient
 from jax.typing import ArrayLike
+
+from cispo_jax.masked import is_real
 
 
 def head_logits(hidden: Array, head: Array) -> Array:
@@ -39,9 +42,11 @@ def token_log_probs(logits: ArrayLike, tokens: ArrayLike, temperature: ArrayLike
       ValueError: shapes that do not fit, a temperature that is not positive.
     """
     _check(np.shape(logits)[:-1], tokens, temperature)
-    logits = jnp.asarray(logits, jnp.float32) / temperature
-    chosen = jnp.take_along_axis(logits, jnp.asarray(tokens)[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    logits = jnp.asarray(logits, jnp.float32) / jnp.asarray(temperature, jnp.float32)
+    # The maximum leaves both terms first: logits of 10,000 and logsumexp would cancel to 3 digits.
+    maximum = stop_gradient(logits.max(axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, jnp.asarray(tokens)[..., None], axis=-1)[..., 0] - maximum[..., 0]
+    return chosen - jnp.log(jnp.exp(logits - maximum).sum(axis=-1))
 
 
 def fused_token_log_probs(
@@ -67,14 +72,17 @@ def fused_token_log_probs(
       ValueError: shapes that do not fit, a temperature or chunk size that is not positive.
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
+    if hidden.ndim < 1:
+        raise ValueError("hidden must be [..., D], got a scalar")
     _check(hidden.shape[:-1], tokens, temperature)
+    tokens = tokens.astype(jnp.int32)  # columns are counted in this type: uint8 would wrap at 256
     if head.ndim != 2 or head.shape[0] != hidden.shape[-1]:
         raise ValueError(f"head must be [D, V] with D = {hidden.shape[-1]} of hidden, got {head.shape}")
-    if chunk_size < 1:
+    if not isinstance(chunk_size, int | np.integer) or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; valid: an integer > 0")
     size = tokens.size
     if size == 0:
-        return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
+        return jnp.zeros(tokens.shape, jnp.float32), jnp.zeros(tokens.shape, jnp.float32)
     chunk_size = min(chunk_size, size)
     padding = -size % chunk_size
     flat = jnp.pad(hidden.reshape(size, -1), ((0, padding), (0, 0)))
@@ -101,46 +109,65 @@ def _fused_forward(chunk_size: int, hidden: Array, head: Array, tokens: Array, t
         total = exp.sum(axis=-1)
         log_total = jnp.log(total)
         entropy = log_total - (exp * shifted).sum(axis=-1) / total
-        return None, (chosen - log_total, entropy, maximum[:, 0] + log_total)
+        return None, (chosen - log_total, entropy, maximum[:, 0], log_total)
 
     with jax.named_scope("fused_log_probs"):
         _, outputs = jax.lax.scan(chunk, None, (_split(hidden, chunk_size), _split(tokens, chunk_size)))
-    log_probs, entropy, normalizer = map(_join, outputs)
-    return (log_probs, entropy), (hidden, head, tokens, temperature, entropy, normalizer)
+    log_probs, entropy, maximum, log_total = map(_join, outputs)
+    return (log_probs, entropy), (hidden, head, tokens, temperature, entropy, maximum, log_total)
 
 
 def _fused_backward(chunk_size: int, residuals, cotangents):
     # In blocks of the vocabulary over all tokens, as large as a chunk's logits: each block's share of the head's gradient is then
     # final. In chunks of tokens it would be added up [D, V] at every chunk, under a mesh even summed over the devices every time.
-    hidden, head, tokens, temperature, *outputs = residuals
+    hidden, head, tokens, temperature, *columns = residuals
     dtype = jnp.bfloat16 if hidden.dtype == head.dtype == jnp.bfloat16 else jnp.float32
     blocks = hidden.shape[0] // chunk_size
-    tokens, entropy, normalizer, d_log_prob, d_entropy = (x[:, None] for x in (tokens, *outputs, *cotangents))
+    vocab_size = head.shape[1]
+    tokens, entropy, maximum, log_total, d_log_prob, d_entropy = (x[:, None] for x in (tokens, *columns, *cotangents))
 
     def block(hidden_gradient, inputs):
         index, head = inputs
-        log_p = head_logits(hidden, head) / temperature - normalizer
+        log_p = head_logits(hidden, head) / temperature - maximum - log_total
         column = jax.lax.broadcasted_iota(tokens.dtype, log_p.shape, 1) * blocks + index
         d_logits = jnp.where(column == tokens, d_log_prob, 0)
         d_logits = d_logits - jnp.exp(log_p) * (d_log_prob + d_entropy * (log_p + entropy))
-        d_logits = (d_logits / temperature).astype(dtype)
+        # Columns from V on only fill up the blocks.
+        d_logits = (jnp.where(column < vocab_size, d_logits, 0) / temperature).astype(dtype)
         return hidden_gradient + head_logits(d_logits, head.T), head_logits(hidden.T, d_logits)
 
     with jax.named_scope("fused_log_probs_backward"):
-        vocab_size = head.shape[1]
-        padded = jnp.pad(head.T, ((0, -vocab_size % blocks), (0, 0)))  # columns of zeros: no share in `hidden_gradient`
+        padded = jnp.pad(head.T, ((0, -vocab_size % blocks), (0, 0)))
         inputs = jnp.arange(blocks, dtype=tokens.dtype), _split(padded, padded.shape[0] // blocks).swapaxes(1, 2)
-        hidden_gradient, head_gradient = jax.lax.scan(block, jnp.zeros(hidden.shape, jnp.float32), inputs)
+        zeros = _vary(jnp.zeros(hidden.shape, jnp.float32), _axes(hidden, head, *columns, *cotangents))
+        hidden_gradient, head_gradient = jax.lax.scan(block, zeros, inputs)
         head_gradient = _join(head_gradient.swapaxes(1, 2))[:vocab_size].T
     return (
-        hidden_gradient.astype(hidden.dtype),
-        head_gradient.astype(head.dtype),
+        _like(hidden_gradient, hidden),
+        _like(head_gradient, head),
         np.zeros(tokens.shape[:1], jax.dtypes.float0),
-        jnp.zeros_like(temperature),
+        _vary(jnp.zeros_like(temperature), _axes(temperature)),
     )
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _axes(*arrays: Array) -> frozenset[str]:
+    """Inside `jax.shard_map`, the mesh axes along which the devices may hold different values (types say so from jax 0.10 on)."""
+    types = [getattr(jax.typeof(x), "manual_axis_type", None) for x in arrays] if hasattr(jax, "typeof") else []
+    return frozenset().union(*(getattr(x, "varying", ()) for x in types))
+
+
+def _vary(x: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(axes - _axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _like(gradient: Array, primal: Array) -> Array:
+    """The gradient in the type of its input; an input that the devices of a `shard_map` share gets the sum of theirs."""
+    axes = tuple(_axes(gradient) - _axes(primal))
+    return (jax.lax.psum(gradient, axes) if axes else gradient).astype(primal.dtype)
 
 
 def _split(x: Array, chunk_size: int) -> Array:
@@ -157,7 +184,8 @@ def _check(shape: tuple[int, ...], tokens: ArrayLike, temperature: ArrayLike) ->
         raise ValueError(f"tokens must have the leading shape {shape} of the other input, got {np.shape(tokens)}")
     if not jnp.issubdtype(jnp.asarray(tokens).dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, got {jnp.asarray(tokens).dtype}")
-    if not isinstance(temperature, Tracer) and not np.asarray(temperature) > 0:
+    known = not isinstance(temperature, Tracer)
+    if np.ndim(temperature) or (known and not (is_real(temperature) and np.asarray(temperature) > 0)):
         raise ValueError(
             f"temperature is {temperature!r}; valid: a number > 0 (greedy decoding has log-probs at temperature 1)"
         )

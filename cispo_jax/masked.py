@@ -22,8 +22,8 @@ Sums = dict[str, tuple[Array, Array]]  # name -> (sum, count); where the name en
 
 def counted(loss_mask: ArrayLike, segment_ids: ArrayLike | None = None) -> Array:
     """The tokens that count, as bool: `loss_mask` (bool, or numbers where 0 means no), less the pads of packed rows (segment 0)."""
-    mask = jnp.asarray(loss_mask) != 0
-    return mask if segment_ids is None else mask & (jnp.asarray(segment_ids) != 0)
+    mask = jnp.asarray(loss_mask).astype(bool)
+    return mask if segment_ids is None else mask & narrow(segment_ids).astype(bool)
 
 
 def select(mask: Array, x: ArrayLike) -> Array:
@@ -34,7 +34,7 @@ def select(mask: Array, x: ArrayLike) -> Array:
 
 def masked_sum(x: Array, mask: Array) -> Array:
     """Sum of `x` where `mask` is true, in float32."""
-    return jnp.sum(jnp.where(mask, x, 0), dtype=jnp.float32)
+    return jnp.sum(jnp.where(mask, x.astype(jnp.float32), 0))
 
 
 def masked_count(mask: Array) -> Array:
@@ -59,8 +59,8 @@ def masked_quantile(x: Array, mask: Array, q: float) -> Array:
         return jnp.float32(0)
     ordered = jnp.sort(jnp.where(mask, x, jnp.inf).ravel())
     position = q * jnp.maximum(masked_count(mask) - 1, 0)
-    below = jnp.floor(position).astype(jnp.int32)
-    low, high = ordered[below], ordered[jnp.minimum(below + 1, ordered.size - 1)]
+    below = jnp.floor(position)
+    low, high = (ordered[jnp.minimum(i.astype(jnp.int32), ordered.size - 1)] for i in (below, below + 1))
     share = position - below
     return jnp.where(jnp.any(mask), jnp.where(share > 0, low + share * (high - low), low), 0).astype(jnp.float32)
 
@@ -76,13 +76,30 @@ def dense_ids(ids: ArrayLike) -> Array:
     return jnp.asarray(np.unique(ids.ravel(), return_inverse=True)[1].reshape(ids.shape), jnp.int32)
 
 
+def narrow(segment_ids: ArrayLike) -> Array:
+    """Segment ids as a jax array, 0 still 0. Host arrays are renumbered on the host: 2**32 would wrap to 0 in jax's 32 bits."""
+    if isinstance(segment_ids, jax.Array):
+        return segment_ids
+    ids = np.asarray(segment_ids)
+    return jnp.asarray(
+        np.where(ids == 0, 0, np.unique(ids.ravel(), return_inverse=True)[1].reshape(ids.shape) + 1), jnp.int32
+    )
+
+
+def is_real(x: ArrayLike) -> bool:
+    """Whether `x` is a real number or an array of them; not a bool, text, None or a nested list."""
+    return not isinstance(x, list | tuple) and any(
+        jnp.issubdtype(np.asarray(x).dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+
+
 def response_ids(shape: tuple[int, ...], segment_ids: ArrayLike | None) -> Array:
     """Which response a token belongs to: [B] dense ids, one a row, or [B, T], one a (row, segment) of packed rows."""
     rows = jnp.arange(shape[0], dtype=jnp.int32)
     if segment_ids is None or 0 in shape:
         return rows
     # Ranked row by row (a segment id means something only inside its row), then moved apart by T, the most a row can hold.
-    return jax.vmap(dense_ids)(jnp.asarray(segment_ids)) + shape[1] * rows[:, None]
+    return jax.vmap(dense_ids)(narrow(segment_ids)) + shape[1] * rows[:, None]
 
 
 def unit_sum(x: Array, ids: Array) -> tuple[Array, Array]:
@@ -136,7 +153,7 @@ class Reduction(NamedTuple):
             count = stop_gradient(jnp.asarray(self.normalizer, jnp.float32))
         elif not isinstance(self.aggregation, str):
             return coefficients
-        return coefficients / jnp.where(count == 0, 1, count)
+        return jnp.where(count == 0, 0, coefficients / jnp.where(count == 0, 1, count))
 
     def reduce(self, values: Array, mask: Array) -> Array:
         if isinstance(self.aggregation, str) and self.aggregation == "none":
@@ -163,16 +180,21 @@ class Reduction(NamedTuple):
             if not jnp.issubdtype(dtype, jnp.integer):
                 raise ValueError(f"{name} must be integers, got {dtype}")
         divisor = 1 if self.normalizer is None else self.normalizer
-        if np.ndim(divisor) or (not isinstance(divisor, Tracer) and not np.asarray(divisor) >= 0):
-            raise ValueError(f"normalizer is {self.normalizer!r}; valid: one number > 0")
+        known = not isinstance(divisor, Tracer)
+        if np.ndim(divisor) or (known and not (is_real(divisor) and np.asarray(divisor) >= 0)):
+            raise ValueError(
+                f"normalizer is {self.normalizer!r}; valid: one number >= 0 (0: nothing counts, the loss is 0)"
+            )
         return self
 
 
 def check_arrays(shape: tuple[int, ...], **arrays: ArrayLike | None) -> None:
-    """Refuses arrays that are not [B, T] = `shape`; advantages and group_ids may be [B]; None is skipped."""
+    """Refuses arrays that are not [B, T] = `shape`; advantages and group_ids may be [B]; some may be None."""
     if len(shape) != 2:
-        raise ValueError(f"arrays must be [B, T], got shape {shape}")
+        raise ValueError(f"log_probs and the other arrays must be [B, T], got shape {shape}")
     for name, x in arrays.items():
+        if x is None and name not in ("group_ids", "segment_ids", "token_weights"):
+            raise ValueError(f"{name} is None; it must be an array, [B, T] like the other arrays, {shape}")
         if x is not None:
             x = x if isinstance(x, jax.Array) else np.asarray(x)
             rows = name in ("advantages", "group_ids")

@@ -29,7 +29,7 @@ TRL, Liger and EasyDeL, whose CISPO `epsilon_high` is the cap c itself: epsilon_
 (l, h): epsilon_low = 1 - l, epsilon_high = h - 1.
 
 The log ratio is clipped to +-80 before `exp`. Capped weights stay exact; without a cap, value and gradient are those of a ratio
-of exp(+-80), so both stay finite and PPO and its mask form keep agreeing.
+of exp(+-80), so both stay finite (as long as |A log pi| is below about 6,000) and PPO and its mask form keep agreeing.
 """
 
 import functools
@@ -267,6 +267,8 @@ def loss_sums(
         raise ValueError(
             f"aggregation={aggregation!r} has no count to add up; valid: token, prompt, sequence, an array"
         )
+    if settings.get("normalizer") is not None:
+        raise ValueError("normalizer has no place in sums: they carry the count that `masked.means` divides by")
     mask = masked.counted(loss_mask, segment_ids)
     coefficients, count = Reduction(aggregation, group_ids, segment_ids).checked(mask.shape).coefficients(mask)
     arrays = (log_probs, old_log_probs, advantages, loss_mask)
@@ -324,7 +326,7 @@ def kl_penalty(
     that of k3 is the KL's with the two policies swapped. Reduced like a loss: by default the mean over counted tokens.
     """
     estimators: dict[str, Callable[[Array], Array]] = {"k1": jnp.negative, "k2": lambda d: d**2 / 2, "k3": _k3}
-    if estimator not in estimators:
+    if not isinstance(estimator, str) or estimator not in estimators:
         raise ValueError(f"estimator={estimator!r}; valid: {', '.join(estimators)}")
     masked.check_arrays(np.shape(log_probs), ref_log_probs=ref_log_probs, loss_mask=loss_mask)
     reduction = Reduction(aggregation, group_ids, segment_ids, normalizer).checked(np.shape(log_probs))
@@ -341,6 +343,8 @@ def truncated_importance_weights(old_log_probs: ArrayLike, rollout_log_probs: Ar
     """
     if np.shape(old_log_probs) != np.shape(rollout_log_probs):
         raise ValueError(f"rollout_log_probs must be {np.shape(old_log_probs)}, got {np.shape(rollout_log_probs)}")
+    if cap is None:
+        raise ValueError("cap is None; valid: a number > 0")
     _checked(None, cap, names=("", "cap"))
     log_ratio = jnp.asarray(old_log_probs, jnp.float32) - jnp.asarray(rollout_log_probs, jnp.float32)
     return stop_gradient(jnp.minimum(_exp(log_ratio, log_ratio), cap)).astype(jnp.float32)
@@ -420,7 +424,9 @@ def _exp_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _k3(d: Array) -> Array:
-    return jnp.expm1(_limit(d)) - d
+    # expm1(d) - d cancels near 0; the series to d^6 is exact to float32 below 0.1.
+    series = d**2 * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d / 720))))
+    return jnp.where(jnp.abs(d) < 0.1, series, jnp.expm1(_limit(d)) - d)
 
 
 @_k3.defjvp
@@ -431,7 +437,11 @@ def _k3_jvp(primals, tangents):
 
 def _bounds(clip: Clip) -> tuple[ArrayLike, ArrayLike]:
     low, high = clip
-    return (-jnp.inf if low is None else 1 - low), (jnp.inf if high is None else 1 + high)
+    # float32 also of a float64 number under x64, so that the loss stays float32.
+    return (
+        -jnp.inf if low is None else jnp.asarray(1 - low, jnp.float32),
+        jnp.inf if high is None else jnp.asarray(1 + high, jnp.float32),
+    )
 
 
 def _pair(name: str, clip: Clip | None) -> Clip:
@@ -446,8 +456,7 @@ def _checked(low: Epsilon, high: Epsilon, names: tuple[str, str] = ("epsilon_low
     for name, value, valid in ((names[0], low, np.greater_equal), (names[1], high, np.greater)):
         if value is None or isinstance(value, Tracer):  # what is traced is not known here
             continue
-        array = np.asarray(value)
-        if array.dtype.kind not in "fiu" or not np.all(valid(array, 0)):
+        if not masked.is_real(value) or not np.all(valid(np.asarray(value), 0)):
             least = "> 0" if valid is np.greater else ">= 0"
             raise ValueError(f"{name} is {value!r}; valid: a number {least}, or None for no bound")
     return low, high

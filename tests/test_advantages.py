@@ -159,3 +159,9 @@ def test_bad_settings_are_refused(arguments, match):
         group_relative_advantages(np.ones((2, 3)), **arguments)
     with pytest.raises(ValueError, match="rewards"):
         group_relative_advantages(np.ones(3))
+
+
+def test_epsilon_may_be_traced():
+    rewards = jnp.array([[1.0, 0.0, 0.0]])
+    traced = jax.jit(lambda epsilon: group_relative_advantages(rewards, epsilon=epsilon))(1e-4)
+    np.testing.assert_allclose(traced, group_relative_advantages(rewards, epsilon=1e-4), rtol=1e-6)

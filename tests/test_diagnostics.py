@@ -139,3 +139,25 @@ def test_bad_shapes_are_refused():
         clip_sums(zeros, zeros, np.zeros(3), zeros)
     with pytest.raises(ValueError, match="rollout_log_probs must be"):
         rollout_mismatch(zeros, np.zeros((2, 4)), zeros)
+
+
+def test_strict_type_promotion():
+    arrays = (
+        np.full((2, 3), -1, np.float32),
+        np.full((2, 3), -1.5, np.float32),
+        np.ones(2, np.float32),
+        np.ones((2, 3), bool),
+    )
+    valid = np.array([[True, True, False]])
+    functions = {
+        "sums": lambda: clip_sums(*arrays),
+        "mismatch": lambda: rollout_mismatch(arrays[0], arrays[1], arrays[3]),
+        "weights": lambda: gradient_weights(cispo_jax.cispo_loss)(RATIO, np.float32(1)),
+        "kl": lambda: cispo_jax.kl_penalty(arrays[0], arrays[1], arrays[3]),
+        "advantages": lambda: cispo_jax.group_relative_advantages(np.eye(1, 3, dtype=np.float32), valid_PG=valid),
+        "rloo": lambda: cispo_jax.rloo_advantages(np.eye(1, 3, dtype=np.float32), valid_PG=valid),
+    }
+    for name, function in functions.items():
+        with jax.numpy_dtype_promotion("strict"):
+            strict = function()
+        chex.assert_trees_all_equal(strict, function(), custom_message=name)

@@ -1,5 +1,6 @@
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,6 +209,53 @@ def test_token_log_probs_value_gradient_and_dtype():
     assert np.isfinite(token_log_probs(masked_vocabulary, tokens * 0)).all()
 
 
+def test_logits_far_from_zero_keep_their_digits():
+    """Log-probs do not change when all logits move; 1e4 and a logsumexp of 1e4 would cancel to three digits."""
+    rng = np.random.default_rng(9)
+    near, tokens = rng.integers(-8, 8, (6, V)).astype(np.float32), rng.integers(0, V, 6)
+    for far in (-1e4, 1e4):
+        np.testing.assert_allclose(token_log_probs(near + far, tokens), token_log_probs(near, tokens), rtol=1e-6)
+        # One hidden state of 1 and the logits as the head; V = 37 in 6 blocks leaves columns that are no token's.
+        fused = lambda head: weighted(*fused_token_log_probs(jnp.ones((6, 1)), head, tokens, chunk_size=1))[0]
+        moved, expected = jax.grad(fused)(near[:1] + far), jax.grad(fused)(near[:1])
+        np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-6)
+        hidden = jnp.ones((6, 1))
+        fused = lambda h, head: weighted(*fused_token_log_probs(h, head, tokens, chunk_size=1))[0]
+        assert np.isfinite(jax.grad(fused)(hidden, near[:1] + far)).all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int32"])
+def test_tokens_of_any_integer_type(dtype):
+    rng = np.random.default_rng(10)
+    hidden, head = rng.normal(size=(6, 2)).astype(np.float32), rng.normal(size=(2, 300)).astype(np.float32)
+    tokens = rng.integers(0, 100, 6)
+    gradient = jax.grad(lambda h, w, t: weighted(*fused_token_log_probs(h, w, t, chunk_size=2))[0], argnums=(0, 1))
+    chex.assert_trees_all_equal(gradient(hidden, head, tokens.astype(dtype)), gradient(hidden, head, tokens))
+
+
+def test_gradients_inside_shard_map():
+    """Rows on four devices, the head on all: its gradient is the sum over devices, whether `grad` is outside or inside."""
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("jax.shard_map is not there before jax 0.8; the losses alone run on it")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, shared = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    hidden, head, tokens = inputs(11, (12,))
+    weights = np.random.default_rng(12).normal(size=12).astype(np.float32)
+
+    def loss(hidden, head, tokens, weights):
+        log_probs, entropy = fused_token_log_probs(hidden, head, tokens, chunk_size=2)
+        return jnp.sum(weights * (log_probs + 0.3 * entropy))
+
+    arrays = (hidden, head, tokens, weights)
+    specs = (rows, shared, rows, rows)
+    total = lambda *local: jax.lax.psum(loss(*local), "data")
+    outside = jax.jit(jax.grad(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=shared), argnums=(0, 1)))
+    inside = jax.jit(jax.shard_map(jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=specs, out_specs=(rows, shared)))
+    expected = jax.grad(loss, argnums=(0, 1))(*arrays)
+    for gradients in (outside(*arrays), inside(*arrays)):
+        chex.assert_trees_all_close(jax.device_get(gradients), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_traced_temperature_and_no_gradient_to_it():
     hidden, head, tokens = inputs(8)
     fused = lambda t: fused_token_log_probs(hidden, head, tokens, temperature=t)[0].sum()
@@ -221,7 +269,12 @@ def test_traced_temperature_and_no_gradient_to_it():
         ({"temperature": 0.0}, "temperature is 0.0; valid: a number > 0"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": None}, "temperature is None"),
+        ({"temperature": "1"}, "temperature is '1'"),
+        ({"temperature": np.ones(2)}, "temperature is .*; valid: a number > 0"),
         ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5; valid: an integer > 0"),
+        ({"chunk_size": None}, "chunk_size is None"),
         ({"tokens": np.zeros((3, 4), int)}, "tokens must have the leading shape .3, 5."),
         ({"tokens": np.zeros((3, 5))}, "tokens must be integers"),
         ({"head": np.zeros((V, D), np.float32)}, "head must be .D, V. with D = 6"),

@@ -611,6 +611,28 @@ def test_lists_and_host_arrays_and_eager_equal_jit():
             )
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_strict_type_promotion_and_x64(name):
+    """Settings under which other code bases run: no implicit mixture of types, and float64 switched on."""
+    arrays = batch(14, 0.8)
+    expected = LOSSES[name](*arrays), objectives.loss_sums(LOSSES[name], *arrays)
+    with jax.numpy_dtype_promotion("strict"):
+        actual = LOSSES[name](*arrays), objectives.loss_sums(LOSSES[name], *arrays)
+    chex.assert_trees_all_equal(actual, expected)
+    with jax.enable_x64(True):
+        bound = {} if name in ("reinforce", "unified") else {"epsilon_high": np.float64(0.25)}
+        loss, metrics = LOSSES[name](*arrays, **bound)
+    assert {x.dtype for x in (loss, *metrics.values())} == {np.dtype("float32")}
+
+
+def test_segment_ids_of_64_bits_do_not_wrap():
+    log_probs, old, advantages, mask = batch(15, 0.8)
+    small = np.where(np.arange(mask.shape[1]) < 2, 7, 3) * np.ones((len(mask), 1), int)
+    for name in ("grpo", "gspo"):
+        expected = LOSSES[name](log_probs, old, advantages, mask, segment_ids=small)
+        chex.assert_trees_all_equal(LOSSES[name](log_probs, old, advantages, mask, segment_ids=small * 2**32), expected)
+
+
 def test_epsilons_may_be_arrays_and_tracers():
     arrays = batch(12, 0.8)
     expected = LOSSES["cispo"](*arrays, epsilon_low=0.5, epsilon_high=0.25)[0]
@@ -624,8 +646,11 @@ def test_epsilons_may_be_arrays_and_tracers():
 def test_zero_normalizer_of_an_empty_micro_batch():
     zeros = jnp.zeros((1, 2))
     for normalizer in (0.0, jnp.float32(0)):
-        loss = LOSSES["cispo"](zeros, zeros, jnp.ones(1), zeros, aggregation="constant", normalizer=normalizer)[0]
-        assert loss == 0
+        for mask in (zeros, zeros + 1):  # 0 says that nothing counts
+            loss = LOSSES["cispo"](
+                zeros - 1, zeros - 1, jnp.ones(1), mask, aggregation="constant", normalizer=normalizer
+            )[0]
+            assert loss == 0
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -643,6 +668,12 @@ def test_zero_normalizer_of_an_empty_micro_batch():
         ({"aggregation": "none", "normalizer": 2.0}, "normalizer"),
         ({"aggregation": np.ones((2, 2))}, "aggregation must be"),
         ({"normalizer": -1.0}, "normalizer is -1.0"),
+        ({"normalizer": "a"}, "normalizer is 'a'"),
+        ({"epsilon_high": (1, 2)}, "epsilon_high is .1, 2."),
+        ({"old_log_probs": None}, "old_log_probs is None"),
+        ({"advantages": None}, "advantages is None"),
+        ({"loss_mask": None}, "loss_mask is None"),
+        ({"aggregation": None}, "aggregation is None"),
         ({"normalizer": np.ones(3)}, "normalizer is .*; valid: one number"),
         ({"group_ids": np.zeros(2, np.int32)}, "group_ids must be .B. or .B, T."),
         ({"group_ids": np.zeros(3)}, "group_ids must be integers"),
@@ -675,6 +706,12 @@ def test_other_functions_refuse_bad_settings():
         LOSSES["unified"](zeros, zeros, zeros[:, 0], zeros, weight_clip=(None, 0.0))
     with pytest.raises(ValueError, match="estimator='k4'; valid: k1, k2, k3"):
         cispo_jax.kl_penalty(zeros, zeros, zeros, estimator="k4")
+    with pytest.raises(ValueError, match="estimator="):
+        cispo_jax.kl_penalty(zeros, zeros, zeros, estimator=["k1"])
+    with pytest.raises(ValueError, match="cap is None"):
+        cispo_jax.truncated_importance_weights(zeros, zeros, cap=None)
+    with pytest.raises(ValueError, match="normalizer has no place"):
+        objectives.cispo_sums(zeros, zeros, zeros[:, 0], zeros, normalizer=3.0)
     with pytest.raises(ValueError, match="ref_log_probs"):
         cispo_jax.kl_penalty(zeros, zeros[0], zeros)
     with pytest.raises(ValueError, match="cap"):
@@ -710,6 +747,11 @@ def test_kl_estimators(estimator):
 
 def test_kl_k3_keeps_its_digits_near_zero_and_stays_finite_far_away():
     zeros, one = jnp.zeros((1, 1)), jnp.ones((1, 1))
+    for d in (0.3, 0.11, 0.09, 1e-2, 1e-3, 1e-4, 1e-5, -0.09, -1e-3):
+        ref = np.float32(-1 + d)
+        exact = float(ref) + 1  # the difference of the two float32 numbers
+        value = cispo_jax.kl_penalty(-one, one * ref, one)
+        np.testing.assert_allclose(value, np.expm1(exact) - exact, rtol=3e-6)
     gradient = jax.grad(lambda x: cispo_jax.kl_penalty(x, zeros, one))(jnp.full((1, 1), -1e-4))
     np.testing.assert_allclose(gradient, -np.expm1(1e-4), rtol=1e-5)
     value, gradient = jax.value_and_grad(lambda x: cispo_jax.kl_penalty(x, zeros, one))(jnp.full((1, 1), -1e4))
