@@ -6,6 +6,7 @@ A random two-layer transformer answers sums of two digits (`configs/debug.py` is
 their losses against each other). Every function used is public: swap the model, the reward or the loss for your own.
 """
 
+import argparse
 import dataclasses
 import functools
 
@@ -127,4 +128,5 @@ def main(num_steps: int = 3) -> list[float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main(20)

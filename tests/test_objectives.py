@@ -619,9 +619,12 @@ def test_strict_type_promotion_and_x64(name):
     with jax.numpy_dtype_promotion("strict"):
         actual = LOSSES[name](*arrays), objectives.loss_sums(LOSSES[name], *arrays)
     chex.assert_trees_all_equal(actual, expected)
-    with jax.enable_x64(True):
-        bound = {} if name in ("reinforce", "unified") else {"epsilon_high": np.float64(0.25)}
+    bound = {} if name in ("reinforce", "unified") else {"epsilon_high": np.float64(0.25)}
+    jax.config.update("jax_enable_x64", True)
+    try:
         loss, metrics = LOSSES[name](*arrays, **bound)
+    finally:
+        jax.config.update("jax_enable_x64", False)
     assert {x.dtype for x in (loss, *metrics.values())} == {np.dtype("float32")}
 
 
