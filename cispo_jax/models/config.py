@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,34 @@ class TransformerConfig:
         return self.attention[layer % len(self.attention)], self.mlp[layer % len(self.mlp)]
 
 
+_QWEN25: dict[str, Any] = {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True}
+_QWEN3: dict[str, Any] = {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True}
+_M1_RESIDUAL = (3.5565588200778455, 1.0)
+
 PRESETS: dict[str, TransformerConfig] = {
     "debug": TransformerConfig(32, 32, 2, 4, 2, 8, 64),  # about 20k parameters: tests
     "tiny": TransformerConfig(64, 128, 4, 4, 2, 32, 512),  # about 1M
     "small": TransformerConfig(64, 192, 6, 6, 3, 32, 768),  # about 3M
     # HuggingFaceTB/SmolLM2-135M-Instruct
     "smollm2-135m": TransformerConfig(49_152, 576, 30, 9, 3, 64, 1_536, rope_theta=100_000.0),
-}
+    # Qwen/Qwen2.5-0.5B and so on; of 32B the published eps is 1e-5 (its Instruct: 1e-6)
+    "qwen2.5-0.5b": TransformerConfig(151_936, 896, 24, 14, 2, 64, 4_864, **_QWEN25),
+    "qwen2.5-1.5b": TransformerConfig(151_936, 1_536, 28, 12, 2, 128, 8_960, **_QWEN25),
+    "qwen2.5-7b": TransformerConfig(152_064, 3_584, 28, 28, 4, 128, 18_944, tied_head=False, **_QWEN25),
+    "qwen2.5-32b": TransformerConfig(152_064, 5_120, 64, 40, 8, 128, 27_648, tied_head=False, **_QWEN25 | {"norm_eps": 1e-5}),
+    # Qwen/Qwen3-0.6B and so on
+    "qwen3-0.6b": TransformerConfig(151_936, 1_024, 28, 16, 8, 128, 3_072, **_QWEN3),
+    "qwen3-1.7b": TransformerConfig(151_936, 2_048, 28, 16, 8, 128, 6_144, **_QWEN3),
+    "qwen3-8b": TransformerConfig(151_936, 4_096, 36, 32, 8, 128, 12_288, tied_head=False, **_QWEN3),
+    "qwen3-32b": TransformerConfig(151_936, 5_120, 64, 64, 8, 128, 25_600, tied_head=False, **_QWEN3),
+    "qwen3-30b-a3b": TransformerConfig(
+        151_936, 2_048, 48, 32, 4, 128, 6_144, tied_head=False, mlp=("moe",), num_experts=128, experts_per_token=8,
+        expert_dim=768, **_QWEN3,
+    ),
+    # MiniMaxAI/MiniMax-M1-40k and -80k; alpha is (2 L)^(1/4)
+    "minimax-m1": TransformerConfig(
+        200_064, 6_144, 80, 64, 8, 128, 9_216, rope_theta=1e7, rotary_dim=64, tied_head=False,
+        attention=("lightning",) * 7 + ("softmax",), mlp=("moe",), num_experts=32, experts_per_token=2, expert_dim=9_216,
+        postnorm=True, softmax_residual=_M1_RESIDUAL, lightning_residual=_M1_RESIDUAL, mlp_residual=_M1_RESIDUAL,
+    ),
+}  # fmt: skip
