@@ -322,9 +322,9 @@ def _sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[A
         return lambda model: model
 
     def cast(model):
-        """What the layers multiply by goes to the compute dtype; norms, embedding and head stay float32, as in training."""
+        """What the layers multiply by goes to the compute dtype; norms, routers, embedding and head stay float32, as in training."""
         model = jax.tree.map(lambda x: x, model)
-        keep = lambda path: any("norm" in str(getattr(part, "name", getattr(part, "key", ""))) for part in path)
+        keep = lambda path: any(word in jax.tree_util.keystr(path) for word in ("norm", "router"))
         to_dtype = lambda path, x: x if keep(path) else x.astype(dtype)
         model.layers = jax.tree_util.tree_map_with_path(to_dtype, model.layers)
         return model

@@ -32,6 +32,7 @@ RULES = (
     ("kv_heads", "tensor"),
     ("head_dim", None),
     ("mlp", "tensor"),
+    ("expert", "expert"),
     ("norm", None),
 )
 

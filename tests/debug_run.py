@@ -1,5 +1,6 @@
 """Small runs for the tests: the debug page with changes, on a list of sums and on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,22 @@ from configs import debug
 
 SUMS = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 9) for b in range(2, 9)]
 TINY = TransformerConfig(17, 16, 2, 4, 2, 4, 24)  # smaller than the smallest preset: compiles in a blink
+EXPERTS = dict(mlp=("moe",), num_experts=4, experts_per_token=2, expert_dim=8)
+MINIMAX = dict(
+    attention=("lightning", "softmax"), postnorm=True, softmax_residual=(1.5, 0.75), lightning_residual=(1.25, 0.5),
+    mlp_residual=(0.75, 1.5), rotary_dim=2, lightning_block=4, tied_head=False, num_layers=4,
+)  # fmt: skip
+# Every kind of attention and of feed-forward.
+FAMILIES = {
+    "mixtral": dataclasses.replace(TINY, **EXPERTS),
+    "qwen3_moe": dataclasses.replace(TINY, **EXPERTS, qk_norm=True, normalize_gates=False),
+    "lightning": dataclasses.replace(TINY, attention=("lightning",), lightning_block=4),
+    "minimax": dataclasses.replace(TINY, **EXPERTS, **MINIMAX),
+    # Periods of 3 and 2: six different layers.
+    "mixed": dataclasses.replace(
+        TINY, **EXPERTS | {"mlp": ("dense", "moe")}, attention=("lightning", "lightning", "softmax"), num_layers=6, lightning_block=4
+    ),
+}  # fmt: skip
 
 
 def config(**changes) -> Config:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cispo_jax import models
-from cispo_jax.models import Cache, Transformer, TransformerConfig, decode_step, forward, hidden_states
+from cispo_jax.models import Transformer, TransformerConfig, decode_step, forward, hidden_states, prefill
 
 PLAIN = debug_run.TINY
 VARIANTS = {
@@ -21,6 +21,8 @@ VARIANTS = {
     "qwen3": dataclasses.replace(PLAIN, qk_norm=True, tied_head=False, head_dim=6),
     "multi_head": dataclasses.replace(PLAIN, num_kv_heads=4),
     "multi_query": dataclasses.replace(PLAIN, num_kv_heads=1),
+    "partial_rotary": dataclasses.replace(PLAIN, head_dim=6, rotary_dim=4),
+    **debug_run.FAMILIES,
 }
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]], np.int32)
 
@@ -31,51 +33,111 @@ FORWARD = jax.jit(forward, static_argnames="dtype")
 # ---- the oracle: one row, one token, one head at a time
 
 
-def oracle(model, tokens):
-    """Logits [T, V] in float64 of one unpadded row."""
-    config = model.config
-    w = jax.tree.map(lambda x: np.asarray(x, np.float64), model)
-    norm = lambda x, scale: x / np.sqrt((x**2).mean() + config.norm_eps) * scale[...]
-    H, group = config.head_dim, config.num_heads // config.num_kv_heads
+def oracle(model, tokens, expert_ids=None):
+    """Logits [T, V] in float64 of one unpadded row; `expert_ids` [T, L, K] replaces the router's choice."""
+    return oracle_of_arrays(jax.tree.map(lambda x: np.asarray(x, np.float64), model), tokens, expert_ids)
 
-    def rotate(x, position):
-        out = np.zeros(H)
-        for i in range(H // 2):
-            angle = position * config.rope_theta ** (-2 * i / H)
-            out[i] = x[i] * np.cos(angle) - x[i + H // 2] * np.sin(angle)
-            out[i + H // 2] = x[i + H // 2] * np.cos(angle) + x[i] * np.sin(angle)
-        return out
 
+def oracle_of_arrays(w, tokens, expert_ids=None):
+    config = w.config
+    period = int(np.lcm(len(config.attention), len(config.mlp)))
     x = [w.embedding[...][token] for token in tokens]
-    attention, mlp = w.layers.attention, w.layers.mlp
     for layer in range(config.num_layers):
-        queries, keys, values = [], [], []
-        for t, row in enumerate(x):
-            row = norm(row, w.layers.attention_norm[...][layer])
-            parts = []
-            for name in ("query", "key", "value"):
-                part = np.tensordot(row, getattr(attention, name)[...][layer], axes=(0, 0))  # [heads, H]
-                if config.qkv_bias:
-                    part = part + getattr(attention, f"{name}_bias")[...][layer]
-                if config.qk_norm and name != "value":
-                    part = np.stack([norm(head, getattr(attention, f"{name}_norm")[...][layer]) for head in part])
-                parts.append(part if name == "value" else np.stack([rotate(head, t) for head in part]))
-            for store, part in zip((queries, keys, values), parts, strict=True):
-                store.append(part)
+        block = jax.tree.map(lambda leaf, i=layer // period: leaf[i], w.layers[layer % period])
+        attention, mlp = config.attention[layer % len(config.attention)], config.mlp[layer % len(config.mlp)]
+        normed = [norm(row, block.attention_norm[...], config.norm_eps) for row in x]
+        if attention == "softmax":
+            outputs, (alpha, beta) = softmax_attention(block.attention, normed, config), config.softmax_residual
+        else:
+            outputs, (alpha, beta) = lightning(block.attention, normed, config, layer), config.lightning_residual
+        residual = normed if config.postnorm else x
+        x = [alpha * r + beta * output for r, output in zip(residual, outputs, strict=True)]
+        alpha, beta = config.mlp_residual
         for t in range(len(x)):
-            heads = []
-            for n in range(config.num_heads):
-                scores = np.array([queries[t][n] @ keys[s][n // group] / np.sqrt(H) for s in range(t + 1)])
-                weights = np.exp(scores - scores.max())
-                weights /= weights.sum()
-                heads.append(sum(weights[s] * values[s][n // group] for s in range(t + 1)))
-            x[t] = x[t] + np.tensordot(np.stack(heads), attention.output[...][layer], axes=2)
-        for t in range(len(x)):
-            row = norm(x[t], w.layers.mlp_norm[...][layer])
-            gate = row @ mlp.gate[...][layer]
-            x[t] = x[t] + (gate / (1 + np.exp(-gate)) * (row @ mlp.up[...][layer])) @ mlp.down[...][layer]
+            row = norm(x[t], block.mlp_norm[...], config.norm_eps)
+            chosen = None if expert_ids is None else expert_ids[t][layer]
+            output = swiglu(row, block.mlp) if mlp == "dense" else mixture(row, block.mlp, config, chosen)
+            x[t] = alpha * (row if config.postnorm else x[t]) + beta * output
     head = w.embedding[...].T if config.tied_head else w.head[...]
-    return np.stack([norm(row, w.final_norm) @ head for row in x])
+    return np.stack([norm(row, w.final_norm[...], config.norm_eps) @ head for row in x])
+
+
+def norm(x, scale, eps):
+    return x / np.sqrt((x**2).mean() + eps) * scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rotate(x, position, config):
+    """Pairs (i, i + R/2) of the first R dimensions turn; the others stay."""
+    R = config.rotary_dim or config.head_dim
+    out = x.copy()
+    for i in range(R // 2):
+        angle = position * config.rope_theta ** (-2 * i / R)
+        out[i] = x[i] * np.cos(angle) - x[i + R // 2] * np.sin(angle)
+        out[i + R // 2] = x[i + R // 2] * np.cos(angle) + x[i] * np.sin(angle)
+    return out
+
+
+def softmax_attention(weights, x, config):
+    group = config.num_heads // config.num_kv_heads
+    queries, keys, values = [], [], []
+    for t, row in enumerate(x):
+        for store, name in ((queries, "query"), (keys, "key"), (values, "value")):
+            part = np.tensordot(row, getattr(weights, name)[...], axes=(0, 0))  # [heads, H]
+            if config.qkv_bias:
+                part = part + getattr(weights, f"{name}_bias")[...]
+            if config.qk_norm and name != "value":
+                scale = getattr(weights, f"{name}_norm")[...]
+                part = np.stack([norm(head, scale, config.norm_eps) for head in part])
+            store.append(part if name == "value" else np.stack([rotate(head, t, config) for head in part]))
+    outputs = []
+    for t in range(len(x)):
+        heads = []
+        for n in range(config.num_heads):
+            scores = np.array([queries[t][n] @ keys[s][n // group] for s in range(t + 1)]) / np.sqrt(config.head_dim)
+            p = np.exp(scores - scores.max())
+            heads.append(sum(p[s] / p.sum() * values[s][n // group] for s in range(t + 1)))
+        outputs.append(np.tensordot(np.stack(heads), weights.output[...], axes=2))
+    return outputs
+
+
+def lightning(weights, x, config, layer):
+    N, outputs = config.num_heads, []
+    query, key, value = (
+        [silu(np.tensordot(row, w[...], axes=(0, 0))) for row in x] for w in (weights.query, weights.key, weights.value)
+    )
+    for t, row in enumerate(x):
+        heads = np.zeros((N, config.head_dim))
+        for n in range(N):
+            slope = 2 ** (-8 * (n + 1) / N) * (1 - layer / (config.num_layers - 1 + 1e-5) + 1e-5)
+            for s in range(t + 1):
+                heads[n] += np.exp(-slope * (t - s)) * (query[t][n] @ key[s][n]) * value[s][n]
+        gate = 1 / (1 + np.exp(-np.tensordot(row, weights.gate[...], axes=(0, 0))))
+        outputs.append(np.tensordot(gate * norm(heads, weights.norm[...], 1e-6), weights.output[...], axes=2))
+    return outputs
+
+
+def swiglu(row, mlp):
+    return (silu(row @ mlp.gate[...]) * (row @ mlp.up[...])) @ mlp.down[...]
+
+
+def mixture(row, mlp, config, chosen):
+    logits = row @ mlp.router[...]
+    probs = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    if chosen is None:
+        chosen = np.argsort(-probs)[: config.experts_per_token]
+    gates = probs[chosen] / (probs[chosen].sum() if config.normalize_gates else 1)
+    expert = lambda e: jax.tree.map(
+        lambda leaf: leaf[e], {name: getattr(mlp, name)[...] for name in ("gate", "up", "down")}
+    )
+    total = 0
+    for gate, e in zip(gates, chosen, strict=True):
+        w = expert(e)
+        total = total + gate * (silu(row @ w["gate"]) * (row @ w["up"])) @ w["down"]
+    return total
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -88,53 +150,139 @@ def test_forward_is_the_oracles(name):
     np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "minimax"])
+def test_the_gradient_is_the_oracles(name):
+    """Each leaf along a random direction, against central differences of the float64 oracle."""
+    model, generator = debug_run.model(VARIANTS[name]), np.random.default_rng(0)
+    weights = generator.normal(size=(TOKENS.shape[1], PLAIN.vocab_size))
+    gradient = jax.jit(jax.grad(lambda m: jnp.sum(forward(m, TOKENS[:1])[0] * weights.astype(np.float32))))(model)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: np.asarray(x, np.float64), model))
+    paths = jax.tree_util.tree_leaves_with_path(gradient)
+    for i, (path, leaf) in enumerate(paths):
+        direction = generator.normal(size=leaf.shape)
+        loss = lambda step: np.sum(
+            oracle_of_arrays(
+                treedef.unflatten([*leaves[:i], leaves[i] + step * direction, *leaves[i + 1 :]]), TOKENS[0]
+            )
+            * weights
+        )
+        slope, got = (loss(1e-5) - loss(-1e-5)) / 2e-5, np.sum(np.asarray(leaf, np.float64) * direction)
+        np.testing.assert_allclose(
+            got, slope, rtol=1e-3, atol=2e-4 * np.linalg.norm(leaf), err_msg=jax.tree_util.keystr(path)
+        )
+        assert np.abs(leaf).max() > 0
+
+
+def shapes(config):
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0))))
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    return {name(path): leaf.shape for path, leaf in leaves}
+
+
 def test_parameters_have_the_documented_names_and_shapes():
     config = TransformerConfig(11, 8, 3, 4, 2, 6, 10, tied_head=False, qkv_bias=True, qk_norm=True)
-    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0))))
-    shapes = {
-        jax.tree_util.keystr(path).replace("'", "").replace("[", ".").replace("]", ""): x.shape for path, x in leaves
-    }
-    shapes = {
-        name.strip(".").removesuffix(".value").removesuffix(".get_value()"): shape for name, shape in shapes.items()
-    }
-    assert {name.replace("..", "."): shape for name, shape in shapes.items()} == {
+    assert shapes(config) == {
         "embedding": (11, 8),
         "final_norm": (8,),
         "head": (8, 11),
-        "layers.attention_norm": (3, 8),
-        "layers.mlp_norm": (3, 8),
-        "layers.attention.query": (3, 8, 4, 6),
-        "layers.attention.key": (3, 8, 2, 6),
-        "layers.attention.value": (3, 8, 2, 6),
-        "layers.attention.output": (3, 4, 6, 8),
-        "layers.attention.query_bias": (3, 4, 6),
-        "layers.attention.key_bias": (3, 2, 6),
-        "layers.attention.value_bias": (3, 2, 6),
-        "layers.attention.query_norm": (3, 6),
-        "layers.attention.key_norm": (3, 6),
-        "layers.mlp.gate": (3, 8, 10),
-        "layers.mlp.up": (3, 8, 10),
-        "layers.mlp.down": (3, 10, 8),
+        "layers.0.attention_norm": (3, 8),
+        "layers.0.mlp_norm": (3, 8),
+        "layers.0.attention.query": (3, 8, 4, 6),
+        "layers.0.attention.key": (3, 8, 2, 6),
+        "layers.0.attention.value": (3, 8, 2, 6),
+        "layers.0.attention.output": (3, 4, 6, 8),
+        "layers.0.attention.query_bias": (3, 4, 6),
+        "layers.0.attention.key_bias": (3, 2, 6),
+        "layers.0.attention.value_bias": (3, 2, 6),
+        "layers.0.attention.query_norm": (3, 6),
+        "layers.0.attention.key_norm": (3, 6),
+        "layers.0.mlp.gate": (3, 8, 10),
+        "layers.0.mlp.up": (3, 8, 10),
+        "layers.0.mlp.down": (3, 10, 8),
     }
 
 
+def test_each_place_of_the_period_has_its_stack():
+    config = TransformerConfig(
+        11,
+        8,
+        6,
+        4,
+        2,
+        6,
+        10,
+        attention=("softmax", "lightning"),
+        mlp=("moe",),
+        num_experts=5,
+        experts_per_token=2,
+        expert_dim=7,
+    )
+    moe = {"router": (3, 8, 5), "gate": (3, 5, 8, 7), "up": (3, 5, 8, 7), "down": (3, 5, 7, 8)}
+    softmax = {"query": (3, 8, 4, 6), "key": (3, 8, 2, 6), "value": (3, 8, 2, 6), "output": (3, 4, 6, 8)}
+    lightning = dict.fromkeys(("query", "key", "value", "gate"), (3, 8, 4, 6))
+    lightning |= {"norm": (3, 4, 6), "output": (3, 4, 6, 8)}
+    expected = {"embedding": (11, 8), "final_norm": (8,)}
+    for place, attention in enumerate((softmax, lightning)):
+        expected |= {f"layers.{place}.{norm}": (3, 8) for norm in ("attention_norm", "mlp_norm")}
+        expected |= {f"layers.{place}.attention.{name}": shape for name, shape in attention.items()}
+        expected |= {f"layers.{place}.mlp.{name}": shape for name, shape in moe.items()}
+    assert shapes(config) == expected
+
+
+COUNTS = {  # parameters, and how many of them a token meets
+    "smollm2-135m": (134_515_008, 134_515_008),
+    "qwen2.5-0.5b": (494_032_768, 494_032_768),
+    "qwen2.5-1.5b": (1_543_714_304, 1_543_714_304),
+    "qwen2.5-7b": (7_615_616_512, 7_615_616_512),
+    "qwen2.5-32b": (32_763_876_352, 32_763_876_352),
+    "qwen3-0.6b": (596_049_920, 596_049_920),
+    "qwen3-1.7b": (1_720_574_976, 1_720_574_976),
+    "qwen3-8b": (8_190_735_360, 8_190_735_360),
+    "qwen3-32b": (32_762_123_264, 32_762_123_264),
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
+    "minimax-m1": (456_089_655_296, 48_403_306_496),
+    "debug": (19_616, 19_616),
+    "tiny": (992_384, 992_384),
+    "small": (3_332_544, 3_332_544),
+}
+
+
 @pytest.mark.parametrize("name", models.PRESETS)
-def test_presets_build_without_memory(name):
+def test_presets_have_the_published_number_of_parameters(name):
+    """From the shapes alone: half a trillion parameters cost nothing to count."""
+    counts = models.count_parameters(models.PRESETS[name])
+    assert counts[:2] == COUNTS[name]
     abstract = jax.eval_shape(lambda: Transformer(models.PRESETS[name], key=jax.random.key(0)))
-    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract))
-    about = {"debug": 20e3, "tiny": 1e6, "small": 3e6, "smollm2-135m": 134.5e6}[name]
-    assert about / 1.4 < count < about * 1.4, count
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(abstract))
 
 
+def test_active_parameters_are_those_that_are_published():
+    """M1's 45.9B leave embedding and head out, Qwen's 3.3B do not."""
+    m1, qwen = (models.count_parameters(models.PRESETS[name]) for name in ("minimax-m1", "qwen3-30b-a3b"))
+    assert m1.embeddings == 2 * 200_064 * 6_144 and round((m1.active - m1.embeddings) / 1e9, 1) == 45.9
+    assert qwen.embeddings == 2 * 151_936 * 2_048 and 3.3e9 < qwen.active < 3.4e9
+    smollm2 = models.count_parameters(models.PRESETS["smollm2-135m"])
+    assert smollm2.embeddings == 49_152 * 576  # tied: once
+
+
 def test_layers_start_from_different_weights():
-    layers = jax.jit(lambda: Transformer(PLAIN, key=jax.random.key(0)))().layers
+    layers = jax.jit(lambda: Transformer(PLAIN, key=jax.random.key(0)))().layers[0]
     for leaf in (layers.attention.query, layers.attention.output, layers.mlp.up):
         assert not np.array_equal(leaf[...][0], leaf[...][1])
     assert not np.array_equal(layers.mlp.gate[...], layers.mlp.up[...])
 
 
-@pytest.mark.parametrize("wrong", [dict(num_kv_heads=3), dict(head_dim=5)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(num_kv_heads=3),
+        dict(rotary_dim=3),
+        dict(rotary_dim=6),
+        dict(attention=("linear",)),
+        dict(num_layers=3, attention=("softmax", "lightning")),
+        dict(experts_per_token=3, num_experts=2, mlp=("moe",)),
+    ],
+)
 def test_an_architecture_that_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(PLAIN, **wrong)
@@ -148,17 +296,23 @@ def qwen():
     return debug_run.model(VARIANTS["qwen3"])
 
 
-def test_no_gradient_flows_back_from_later_tokens(qwen):
+@pytest.fixture(scope="module", params=["qwen3", "minimax"])
+def model(request):
+    """Both kinds of attention and both of feed-forward."""
+    return debug_run.model(VARIANTS[request.param])
+
+
+def test_no_gradient_flows_back_from_later_tokens(model):
     """The logits at t do not depend on what is embedded after t; they do on what is at and before t."""
     row = TOKENS[:1]
 
     def logits_at(embedding, t):
-        changed = jax.tree.map(lambda x: x, qwen)
-        changed.embedding = type(qwen.embedding)(embedding)
+        changed = jax.tree.map(lambda x: x, model)
+        changed.embedding = type(model.embedding)(embedding)
         return jnp.sum(forward(changed, row)[0, t] * jnp.arange(1.0, PLAIN.vocab_size + 1))
 
     for t in (0, 3):
-        gradient = np.asarray(jax.jit(jax.grad(logits_at))(qwen.embedding[...], t))  # untied head: only inputs matter
+        gradient = np.asarray(jax.jit(jax.grad(logits_at))(model.embedding[...], t))  # untied head: only inputs matter
         seen = np.abs(gradient).max(axis=1) > 0
         assert set(np.flatnonzero(seen)) == set(row[0, : t + 1].tolist())
 
@@ -176,37 +330,54 @@ ROWS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [7, 8, 9, 3]]
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("filler", [0, 5])  # a pad may have the id of a real token
-def test_padding_changes_nothing(qwen, side, filler):
+def test_padding_changes_nothing(model, side, filler):
     tokens, mask = pad(ROWS, 9, side, filler)
-    logits = np.asarray(FORWARD(qwen, tokens, mask))
+    logits = np.asarray(FORWARD(model, tokens, mask))
     assert np.isfinite(logits).all()  # pads too: they are masked later, and 0 * NaN is NaN
     for i, row in enumerate(ROWS):
-        np.testing.assert_allclose(logits[i][mask[i]], oracle(qwen, row), rtol=1e-5, atol=5e-5)
+        np.testing.assert_allclose(logits[i][mask[i]], oracle(model, row), rtol=1e-5, atol=5e-5)
 
 
-def test_padding_that_is_part_of_the_gradient_stays_finite(qwen):
+def test_padding_that_is_part_of_the_gradient_stays_finite(model):
     tokens, mask = pad(ROWS, 9, "left")
     loss = lambda m: jnp.where(mask[..., None], forward(m, tokens, mask), 0).sum()
-    gradient = jax.jit(jax.grad(loss))(qwen)
+    gradient = jax.jit(jax.grad(loss))(model)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
 
 @pytest.mark.parametrize("ids", [(1, 2, 3), (9, 4, 6)])
-def test_packed_rows_are_the_unpacked_ones(qwen, ids):
+def test_packed_rows_are_the_unpacked_ones(model, ids):
     """Segments never see each other and their positions restart, whatever their ids; pads may lie around them."""
     lengths = [len(row) for row in ROWS]
     packed = np.array([[0, *np.concatenate(ROWS), 0, 0]], np.int32)
     segment_ids = np.array([[0, *np.repeat(ids, lengths), 0, 0]], np.int32)
-    logits = np.asarray(FORWARD(qwen, packed, segment_ids_BT=segment_ids))[0, 1:]
+    logits = np.asarray(FORWARD(model, packed, segment_ids_BT=segment_ids))[0, 1:]
     for row, part in zip(ROWS, np.split(logits, np.cumsum(lengths)), strict=False):
-        np.testing.assert_allclose(part, oracle(qwen, row), rtol=1e-5, atol=5e-5)
+        np.testing.assert_allclose(part, oracle(model, row), rtol=1e-5, atol=5e-5)
 
 
-def test_the_padding_mask_applies_to_packed_rows_too(qwen):
+def test_the_padding_mask_applies_to_packed_rows_too(model):
     tokens, segment_ids = np.array([[3, 1, 4, 8]], np.int32), np.array([[1, 1, 1, 1]], np.int32)
     mask = np.array([[True, False, True, True]])
-    logits = FORWARD(qwen, tokens, mask, segment_ids_BT=segment_ids)[0]
-    np.testing.assert_allclose(logits[mask[0]], oracle(qwen, [3, 4, 8]), rtol=1e-5, atol=5e-5)
+    logits = FORWARD(model, tokens, mask, segment_ids_BT=segment_ids)[0]
+    np.testing.assert_allclose(logits[mask[0]], oracle(model, [3, 4, 8]), rtol=1e-5, atol=5e-5)
+
+
+def test_nothing_crosses_from_one_segment_to_another(model):
+    """The gradient of one segment's logits is exactly 0 at the others, also where a block of lightning attention holds several."""
+    segment_ids = np.array([[1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3]], np.int32)
+    tokens = np.arange(1, 13, dtype=np.int32)[None]  # a token comes once: the embedding's rows are the positions
+
+    def logits_of(embedding, segment):
+        changed = jax.tree.map(lambda x: x, model)
+        changed.embedding = type(model.embedding)(embedding)
+        logits = forward(changed, tokens, segment_ids_BT=segment_ids)[0] * jnp.arange(1.0, PLAIN.vocab_size + 1)[None]
+        return jnp.sum(jnp.where((segment_ids[0] == segment)[:, None], logits, 0))
+
+    gradient = jax.jit(jax.grad(logits_of))
+    for segment in (1, 2, 3):
+        touched = np.abs(gradient(model.embedding[...], segment)).max(axis=1) > 0
+        np.testing.assert_array_equal(touched[1:13], segment_ids[0] == segment)
 
 
 def test_positions_restart_in_every_segment():
@@ -229,24 +400,38 @@ def test_given_positions_are_used(qwen):
 # ---- decoding, dtype, rematerialisation
 
 
-@pytest.mark.parametrize("name", ["plain", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["plain", "qwen2", "qwen3", "minimax", "mixed"])
 def test_decoding_with_the_cache_is_forward(name):
-    """Prefill of four columns, the rest one token at a time; a prompt's pads stay out of sight."""
-    model = debug_run.model(VARIANTS[name])
-    rows = [row + [11, 12, 13] for row in ([3, 1, 4, 1], [6, 5], [7])]
-    tokens, mask = pad(rows, 7, "left")
-    hidden, (keys, values) = jax.jit(hidden_states, static_argnames="return_cache")(
-        model, tokens[:, :4], mask[:, :4], return_cache=True
-    )
-    grow = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0), (0, 0)))
-    cache = Cache(grow(keys), grow(values), jnp.pad(mask[:, :4], ((0, 0), (0, 3))))
-    whole = np.asarray(jax.jit(hidden_states)(model, tokens, mask))
-    np.testing.assert_allclose(hidden[mask[:, :4]], whole[:, :4][mask[:, :4]], rtol=1e-5, atol=2e-5)
+    """A prefill of T columns, then one token at a time, for T around lightning attention's block; a prompt's pads stay out of sight."""
+    block = 16
+    model = debug_run.model(dataclasses.replace(VARIANTS[name], lightning_block=block))
+    rows = np.random.default_rng(0).integers(0, 17, (2, 3 * block + 8))
+    whole = np.asarray(jax.jit(hidden_states)(model, rows))
+    start = jax.jit(prefill, static_argnames=("copies", "room"))
     step = jax.jit(decode_step)
-    for t in range(4, 7):
-        hidden, cache = step(model, tokens[:, t], mask[:, :t].sum(axis=1), cache, t)
-        np.testing.assert_allclose(hidden, whole[:, t], rtol=1e-5, atol=2e-5)
-    np.testing.assert_array_equal(cache.mask_BS, mask)
+    for T in (1, 7, block - 1, block, 3 * block + 5) if name == "minimax" else (7,):
+        lengths = np.array([T, T - T // 3])
+        tokens, mask = pad([row[:length] for row, length in zip(rows, lengths, strict=True)], T, "left")
+        hidden, cache = start(model, tokens, mask, copies=2, room=64 - T)
+        real = np.repeat(lengths, 2)
+        at = lambda t: np.repeat(whole[np.arange(2), lengths + t - 1], 2, axis=0)
+        np.testing.assert_allclose(hidden, at(0), rtol=1e-5, atol=2e-5)
+        for t in range(3):
+            token = np.repeat(rows[np.arange(2), lengths + t], 2)
+            hidden, cache = step(model, token, real + t, cache, T + t)
+            np.testing.assert_allclose(hidden, at(t + 1), rtol=1e-5, atol=2e-5)
+        assert cache.mask_BS.sum(axis=1).tolist() == (real + 3).tolist()
+
+
+def test_a_lightning_layer_remembers_one_state_whatever_the_room():
+    model = debug_run.model(VARIANTS["minimax"])
+    start = lambda room: jax.eval_shape(
+        lambda m: prefill(m, TOKENS, TOKENS > 0, copies=3, room=room, dtype=jnp.bfloat16), model
+    )
+    for room in (1, 1000):
+        lightning, (keys, values) = start(room)[1].memory
+        assert lightning.shape == (2, 6, 4, 4, 4) and lightning.dtype == jnp.float32
+        assert keys.shape == values.shape == (2, 6, 7 + room, 2, 4) and keys.dtype == jnp.bfloat16
 
 
 @pytest.fixture(scope="module", params=[4, 1], ids=lambda T: f"T={T}")
@@ -268,18 +453,18 @@ def states(model, tokens, mask, T, share):
     return hidden_states(model, tokens, mask)[:, -T - 1 : -1]
 
 
-@pytest.mark.parametrize("share", [1, 2, 4])
-def test_shared_prompts_are_computed_once_with_the_same_result(qwen, grouped, share):
+@pytest.mark.parametrize("share", [1, 4])
+def test_shared_prompts_are_computed_once_with_the_same_result(model, grouped, share):
     tokens, mask, T = grouped
-    got, expected = (np.asarray(jax.jit(states, static_argnums=(3, 4))(qwen, tokens, mask, T, s)) for s in (share, 0))
+    got, expected = (np.asarray(jax.jit(states, static_argnums=(3, 4))(model, tokens, mask, T, s)) for s in (share, 0))
     np.testing.assert_allclose(got[mask[:, -T:]], expected[mask[:, -T:]], rtol=1e-5, atol=2e-5)
 
 
-def test_the_gradient_through_shared_prompts_is_that_of_whole_rows(qwen, grouped):
+def test_the_gradient_through_shared_prompts_is_that_of_whole_rows(model, grouped):
     tokens, mask, T = grouped
     weights = np.random.default_rng(0).normal(size=(8, T, 16)).astype(np.float32) * mask[:, -T:, None]
     loss = lambda model, share: jnp.sum(states(model, tokens, mask, T, share) * weights)
-    got, expected = (jax.jit(jax.grad(loss), static_argnums=1)(qwen, share) for share in (4, 0))
+    got, expected = (jax.jit(jax.grad(loss), static_argnums=1)(model, share) for share in (4, 0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
@@ -300,10 +485,10 @@ def test_rematerialisation_changes_no_gradient(qwen):
     assert "remat" in jaxpr(True) and "remat" not in jaxpr(False)
 
 
-def test_forward_runs_without_jit(qwen):
+def test_forward_runs_without_jit(model):
     with jax.disable_jit():
-        slow = forward(qwen, TOKENS[:1, :2])
-    np.testing.assert_allclose(slow[0], oracle(qwen, TOKENS[0, :2]), rtol=1e-5, atol=5e-5)
+        slow = forward(model, TOKENS[:1, :2])
+    np.testing.assert_allclose(slow[0], oracle(model, TOKENS[0, :2]), rtol=1e-5, atol=5e-5)
 
 
 def test_models_build_without_a_mesh_and_import_quietly():

@@ -59,6 +59,27 @@ def test_recorded_log_probs_are_the_trainers(model, temperature):
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax", "mixed"])
+def test_the_record_is_the_trainers_for_every_kind_of_layer(family):
+    model = debug_run.model(debug_run.FAMILIES[family])
+    rollout = sample(model, temperature=0.8, eos_ids=range(0, 17, 3))  # so many that lengths differ
+    trainer = jax.jit(lambda *args: debug_run.log_probs_fn(*args, response_width=6, share=2, temperature=0.8)[0])
+    expected = np.asarray(trainer(model, *debug_run.rows_of(rollout)))
+    mask = rollout.loss_mask
+    np.testing.assert_allclose(rollout.log_probs[mask], expected[mask], rtol=0, atol=2e-5)
+    assert len(set(rollout.lengths)) > 1
+
+
+def test_routers_and_norms_are_sampled_in_float32():
+    """A router that rounds differently in the sampler than in the trainer chooses other experts."""
+    model = debug_run.model(debug_run.FAMILIES["minimax"])
+    building = pytest.importorskip("cispo_jax.building")
+    cast = building._sampling_layout(jax.eval_shape(lambda: model), debug_run.mesh(), jnp.dtype("bfloat16"))(model)
+    for name, leaf in jax.tree_util.tree_leaves_with_path(cast.layers):
+        exact = any(word in jax.tree_util.keystr(name) for word in ("router", "norm"))
+        assert leaf.dtype == (jnp.float32 if exact else jnp.bfloat16), name
+
+
 def test_bfloat16_record_stays_near_the_trainers(model):
     """Norm scales away from 1 included: what the sampler is handed is what `building` casts."""
     settings = debug_run.config(model__dtype="bfloat16", mesh__fsdp=1)
@@ -171,9 +192,10 @@ def test_prompt_width_changes_nothing(model):
     assert default.prompt_tokens.shape == (8, 5)
 
 
-@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2), dict(data=2, tensor=2)])
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2), dict(data=2, tensor=2), dict(expert=2, tensor=2)])
 def test_every_mesh_samples_the_same(sizes):
-    config = dataclasses.replace(debug_run.TINY, vocab_size=18)  # divides by 2
+    config = debug_run.FAMILIES["minimax"] if "expert" in sizes else debug_run.TINY
+    config = dataclasses.replace(config, vocab_size=18)  # divides by 2
     model = debug_run.model(config)
     mesh = debug_run.mesh(**sizes)
     layout = sharding.sampling_shardings(jax.eval_shape(lambda: model), mesh)

@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_by_name(settings):
 def test_every_logical_axis_of_the_model_has_a_rule():
     import dataclasses
 
-    config = dataclasses.replace(debug_run.TINY, qkv_bias=True, qk_norm=True, tied_head=False)
+    config = dataclasses.replace(debug_run.FAMILIES["minimax"], qkv_bias=True, qk_norm=True)
     abstract = jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0)))
     names = {
         name
@@ -63,7 +63,7 @@ def test_every_logical_axis_of_the_model_has_a_rule():
         for name in leaf.out_sharding
         if name
     }
-    assert names <= {logical for logical, _ in sharding.RULES} and len(names) == 7
+    assert names <= {logical for logical, _ in sharding.RULES} and len(names) == 8
     assert {axis for _, axis in sharding.RULES} <= {None, *sharding.AXES}
 
 
@@ -86,6 +86,17 @@ def test_state_and_moments_share_their_shardings():
         assert find(found, place, "query'" if "query'" in "".join(found) else "query") == (None, "fsdp", "tensor", None)
         assert find(found, place, "down") == (None, "tensor", "fsdp", None)
         assert find(found, place, "final_norm") == (None,) * 4
+
+
+def test_experts_are_split_over_the_expert_axis():
+    abstract = jax.eval_shape(lambda: Transformer(debug_run.FAMILIES["mixtral"], key=jax.random.key(0)))
+    mesh = debug_run.mesh(expert=2, tensor=2)
+    for layout in (sharding.state_shardings, sharding.sampling_shardings):
+        found = specs(layout(abstract, mesh))
+        embed = "fsdp" if layout is sharding.state_shardings else None
+        assert find(found, "mlp", "gate") == find(found, "mlp", "up") == (None, "expert", embed, "tensor")
+        assert find(found, "mlp", "down") == (None, "expert", "tensor", embed)
+        assert find(found, "router") == (None, embed, None, None)
 
 
 def test_the_sampling_layout_replicates_over_data_and_fsdp():

@@ -218,7 +218,12 @@ def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
         assert x.dtype == jnp.float32 or x.ndim == 0
     # Moments are split like their parameters: a device holds a quarter of what fsdp splits.
     adam = state.optimizer[1]
-    for leaf in (state.model.layers.mlp.gate, adam.mu.layers.mlp.gate, adam.nu.layers.mlp.gate, adam.mu.embedding):
+    for leaf in (
+        state.model.layers[0].mlp.gate,
+        adam.mu.layers[0].mlp.gate,
+        adam.nu.layers[0].mlp.gate,
+        adam.mu.embedding,
+    ):
         assert leaf[...].addressable_shards[0].data.size * 4 == leaf[...].size
 
 

@@ -72,7 +72,7 @@ def to_file(model, config=CONFIG):
     if not config.tied_head:
         flat["output.weight"] = model.head[...].T
     for i in range(config.num_layers):
-        block = jax.tree.map(lambda leaf, i=i: leaf[i], model.layers)
+        block = jax.tree.map(lambda leaf, i=i: leaf[i], model.layers[0])
         N, M, D = config.num_heads, config.num_kv_heads, config.embed_dim
         for name, rows in {
             "attn_norm": block.attention_norm[...],
@@ -196,7 +196,7 @@ def test_on_a_mesh(path, model):
     jax.tree.map(
         lambda leaf, sharding: None if leaf.sharding == sharding else pytest.fail(f"{leaf.sharding}"), loaded, shardings
     )
-    assert loaded.layers.mlp.gate[...].addressable_shards[0].data.shape == (2, 32, 48)
+    assert loaded.layers[0].mlp.gate[...].addressable_shards[0].data.shape == (2, 32, 48)
 
 
 def test_loaded_parameters_can_be_donated(path, model):

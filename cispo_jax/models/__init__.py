@@ -1,10 +1,12 @@
-"""Models: a Llama-family decoder as an NNX pytree, its presets, and `forward`."""
+"""Models: a decoder as an NNX pytree (Llama, Qwen, Mixtral, MiniMax), its presets, and `forward`."""
 
 from cispo_jax import _requires_train  # noqa: F401
 from cispo_jax.models.config import PRESETS, TransformerConfig
 from cispo_jax.models.transformer import (
     Cache,
+    ParameterCounts,
     Transformer,
+    count_parameters,
     decode_step,
     forward,
     head_matrix,
@@ -17,8 +19,10 @@ from cispo_jax.models.transformer import (
 __all__ = [
     "PRESETS",
     "Cache",
+    "ParameterCounts",
     "Transformer",
     "TransformerConfig",
+    "count_parameters",
     "decode_step",
     "forward",
     "head_matrix",

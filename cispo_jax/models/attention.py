@@ -1,14 +1,23 @@
-"""Grouped-query softmax attention over whole sequences and over a cache of earlier tokens."""
+"""Grouped-query softmax attention: over whole sequences, after a remembered prompt, and one token at a time."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from cispo_jax.models.config import TransformerConfig
-from cispo_jax.models.layers import normal, ones, rms_norm, rotate, zeros
+from cispo_jax.models.layers import Span, normal, ones, rms_norm, rotate, zeros
 from cispo_jax.sharding import param
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of the tokens so far; stacked over layers they have a leading axis."""
+
+    key_BSMH: jax.Array
+    value_BSMH: jax.Array
 
 
 class Attention(nnx.Module):
@@ -29,6 +38,31 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.query_norm = param(None, ones, (H,), ("norm",))
             self.key_norm = param(None, ones, (H,), ("norm",))
+
+    def __call__(
+        self, x_BTD: jax.Array, span: Span, slope_N: jax.Array, memory: KeyValues | None = None
+    ) -> tuple[jax.Array, KeyValues]:
+        """Output [B, T, D] and the keys and values of these columns; `memory` holds those of the columns before."""
+        query, key, value = self.project(x_BTD, span.rotary)
+        keys, values = key, value
+        if memory is not None:
+            keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(memory, (key, value), strict=True))
+        return self.combine(attend(query, keys, values, span.allowed_BTS)), KeyValues(key, value)
+
+    def step(
+        self, x_BTD: jax.Array, span: Span, slope_N: jax.Array, stacked: KeyValues, layer: jax.Array, slot: jax.Array
+    ) -> tuple[jax.Array, KeyValues]:
+        """One token a row, written at column `slot` of its layer in the stacked memory, in place in a loop's carry."""
+        query, *new = self.project(x_BTD, span.rotary)
+        write = lambda x, x_BTMH: jax.lax.dynamic_update_slice(x, x_BTMH[None].astype(x.dtype), (layer, 0, slot, 0, 0))
+        stacked = KeyValues(*map(write, stacked, new))
+        keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in stacked)
+        return self.combine(attend(query, keys, values, span.allowed_BTS)), stacked
+
+    @staticmethod
+    def with_room(stacked: KeyValues, room: int) -> KeyValues:
+        """Empty columns for `room` more tokens."""
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0))), stacked)
 
     def project(self, x_BTD: jax.Array, rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries [B, T, N, H] and keys [B, T, M, H], and values [B, T, M, H]."""

@@ -5,6 +5,8 @@ Parameters are float32 masters; each part computes in the dtype of its input, no
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -24,18 +26,35 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
 
 
-def rotary_angles(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, 1, H/2] of position x frequency (RoPE, arXiv:2104.09864), once for all layers."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def mix(residual: jax.Array, output: jax.Array, factors: tuple[float, float]) -> jax.Array:
+    """alpha x residual + beta x output, in float32: bfloat16 would round 3.5566 to 3.5625."""
+    alpha, beta = factors
+    return (alpha * residual.astype(jnp.float32) + beta * output.astype(jnp.float32)).astype(residual.dtype)
+
+
+class Span(NamedTuple):
+    """What attention must know of the columns that it is given."""
+
+    rotary: tuple[jax.Array, jax.Array]
+    allowed_BTS: jax.Array  # which columns a token sees: those remembered from before, then the given ones
+    real_BT: jax.Array  # not a pad
+    start_BT: jax.Array  # first token of a segment
+
+
+def rotary_angles(positions_BT: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, 1, R/2] of position x frequency (RoPE, arXiv:2104.09864), R the dimensions that rotate; once for all layers."""
+    rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    frequencies = config.rope_theta ** (-jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
     angles = positions_BT.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x_BTNH: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2): the half-split layout of Hugging Face checkpoints."""
+    """Rotates the pairs (i, i + R/2) of the first R dimensions: the half-split layout of Hugging Face checkpoints."""
     cos, sin = rotary
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
 class Mlp(nnx.Module):
@@ -48,6 +67,10 @@ class Mlp(nnx.Module):
         self.up = param(keys[1], normal, (D, F), ("embed", "mlp"))
         self.down = param(keys[2], normal, (F, D), ("mlp", "embed"))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        gate, up, down = (w[...].astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
-        return (jax.nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
+    def __call__(self, x_BTD: jax.Array, expert_ids_BTK: jax.Array | None = None) -> jax.Array:
+        return swiglu(x_BTD, self.gate[...], self.up[...], self.down[...])
+
+
+def swiglu(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    gate, up, down = (w.astype(x.dtype) for w in weights)
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down

@@ -275,7 +275,7 @@ def tensor_table(config: TransformerConfig) -> dict[str, tuple[list[str], tuple[
         "mlp.down": ("ffn_down", (D, F)),
     }
     return {name: ([f"{source}.weight"], shape) for name, (source, shape) in whole.items()} | {
-        f"layers.{name}": ([f"blk.{index}.{source}.weight" for index in range(config.num_layers)], shape)
+        f"layers.0.{name}": ([f"blk.{index}.{source}.weight" for index in range(config.num_layers)], shape)
         for name, (source, shape) in layer.items()
     }
 
@@ -305,7 +305,7 @@ def load_model(file: GgufFile, *, mesh: Mesh | None = None, dtype=np.float32) ->
             layers = values if name.startswith("layers.") else values[None]
             for layer, source in zip(layers, table[name][0], strict=True):
                 tensor = file.read(source, data)
-                if name in ("layers.attention.query", "layers.attention.key"):
+                if name in ("layers.0.attention.query", "layers.0.attention.key"):
                     tensor = _half_split(tensor, config.head_dim)
                 layer[...] = (tensor if name == "embedding" else tensor.T).reshape(layer.shape)
             arrays.append(_place(values, sharding))

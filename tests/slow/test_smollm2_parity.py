@@ -58,7 +58,7 @@ def test_every_weight_is_equal(ours, theirs):
     state = {name: value.numpy() for name, value in theirs.state_dict().items()}
     np.testing.assert_array_equal(ours.embedding[...], state["model.embed_tokens.weight"])
     np.testing.assert_array_equal(ours.final_norm[...], state["model.norm.weight"])
-    layers = ours.layers
+    layers = ours.layers[0]
     for i in range(30):
         for name, leaf in {
             "input_layernorm": layers.attention_norm,
@@ -106,8 +106,8 @@ def test_gradients(ours, theirs):
     parameters = dict(theirs.named_parameters())
     for name, value in {
         "model.embed_tokens.weight": gradient.embedding[...],
-        "model.layers.3.self_attn.q_proj.weight": gradient.layers.attention.query[...][3].reshape(576, 576).T,
-        "model.layers.29.mlp.down_proj.weight": gradient.layers.mlp.down[...][29].T,
+        "model.layers.3.self_attn.q_proj.weight": gradient.layers[0].attention.query[...][3].reshape(576, 576).T,
+        "model.layers.29.mlp.down_proj.weight": gradient.layers[0].mlp.down[...][29].T,
     }.items():
         expected = parameters[name].grad.numpy()
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
