@@ -26,6 +26,8 @@ def main(config) -> None:
     workdir = epath.Path(flags.FLAGS.workdir).resolve()
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     step = checkpoints.latest() if flags.FLAGS.step is None else flags.FLAGS.step
+    if step is None:
+        raise ConfigError(f"--workdir={workdir} holds no checkpoint: train first.")
     if step not in checkpoints.steps():
         listed = ", ".join(map(str, checkpoints.steps())) or "none"
         raise ConfigError(f"--step={step}: {workdir} holds checkpoints of the steps {listed}.")

@@ -71,13 +71,14 @@ class Checkpoint:
             start = sum(i * stride for i, stride in zip(outer, strides, strict=False))
             for first in range(slices[axis].start, slices[axis].stop, step):
                 last = min(first + step, slices[axis].stop)
-                data = self._read(
-                    info, start + first * strides[axis], (last - first) * strides[axis], dtype.itemsize, name
-                )
-                values = np.frombuffer(data, dtype).reshape(-1, *shape[axis + 1 :])
-                rows[first - slices[axis].start : last - slices[axis].start] = values
+                part = slice(first - slices[axis].start, last - slices[axis].start)
+                place = (start + first * strides[axis], (last - first) * strides[axis])
+                # Not kept in a variable: two chunks would be held at a time.
+                rows[part] = np.frombuffer(self._read(name, *place), dtype).reshape(-1, *shape[axis + 1 :])
 
-    def _read(self, info: TensorInfo, start: int, count: int, itemsize: int, name: str) -> bytes:
+    def _read(self, name: str, start: int, count: int) -> bytes:
+        info = self.tensors[name]
+        itemsize = _SIZES[info.dtype]
         if info.file not in self._open:
             self._open[info.file] = self._stack.enter_context(info.file.open("rb"))
         file = self._open[info.file]
