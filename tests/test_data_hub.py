@@ -8,6 +8,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 
 from cispo_jax import weights
 from cispo_jax.config import ConfigError, DataSettings
@@ -21,8 +22,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache with a model `lab/tiny` (main and v2) and a data set `lab/sums`, and no network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for repository in ("models--lab--tiny", "datasets--lab--sums"):
         (tmp_path / repository / "refs").mkdir(parents=True)
         for revision in ("main", "v2"):

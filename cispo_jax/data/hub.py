@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Sequence
 
@@ -38,9 +39,9 @@ def fetch_data(spec: str, setting: str) -> epath.Path:
     if file and not file.endswith((".parquet", ".jsonl")):
         raise ConfigError(f"{setting}={spec!r}: only {' and '.join(DATA_FILES)} are read.")
     folder = _fetch(name, revision, (file,) if file else DATA_FILES, "dataset", spec, setting)
-    found = sorted(path for pattern in DATA_FILES for path in folder.rglob(pattern))
+    found = sorted(path for pattern in DATA_FILES for path in pathlib.Path(folder).rglob(pattern))
     if file:
-        found = [path for path in found if path == folder / file]
+        found = [path for path in found if path.relative_to(folder).as_posix() == file]
     if len(found) != 1:
         names = ", ".join(str(path.relative_to(folder)) for path in found[:10])
         raise ConfigError(
@@ -48,7 +49,7 @@ def fetch_data(spec: str, setting: str) -> epath.Path:
             if file
             else f"{setting}={spec!r}: one of its files must be named, {PREFIX}{name}{_at(revision)}:FILE; there are {names or 'none'}."
         )
-    return found[0]
+    return epath.Path(found[0])
 
 
 def _parse(spec: str, setting: str) -> tuple[str, str | None, str]:

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from cispo_jax.config import ConfigError
 from cispo_jax.data.tokenizers import Tokenizer, save_tokenizer
 from cispo_jax.models import Transformer, TransformerConfig
-from cispo_jax.sharding import replicated, state_shardings
+from cispo_jax.sharding import state_shardings
 from cispo_jax.weights import families, safetensors
 from cispo_jax.weights.families import Leaf
 from cispo_jax.weights.safetensors import Checkpoint
@@ -280,16 +281,34 @@ def _fetch(array: Any, place: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """`array[place]` in the host's memory, gathered from the devices that hold it."""
     if not isinstance(array, jax.Array):
         return np.asarray(array[place]).astype(dtype)
-    mesh = getattr(array.sharding, "mesh", None)
-    whole = array.sharding if mesh is None else replicated(mesh)
-    return np.asarray(_element(whole, dtype.name)(array, place).addressable_data(0))
+    on_device = np.dtype(np.float32) if dtype.itemsize > 4 else dtype
+    bits = _element(array.sharding, on_device.name)(array, np.array(place, np.int32))
+    return np.asarray(bits.addressable_data(0)).view(on_device).astype(dtype, copy=False)
 
 
 @functools.cache
-def _element(sharding: Sharding, dtype: str) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
-    def element(array, place):
-        for index in place:
-            array = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
-        return array.astype(dtype)
+def _element(sharding: Sharding, dtype: str) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+    """A program that takes one element of the stacked axes (layer, or layer and expert) to every device, as unsigned integers.
 
-    return jax.jit(element, out_shardings=sharding)
+    No device holds more than its shard of a layer and the element; left to itself, XLA would gather the whole stacked array first.
+    """
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+    def keep(array, axes):
+        if not isinstance(sharding, NamedSharding):
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, P(*spec[axes:])))
+
+    def element(array, place):
+        if len(place):
+            array = keep(jax.lax.dynamic_index_in_dim(array, place[0], keepdims=False), 1)
+        bits = jnp.uint16 if np.dtype(dtype).itemsize == 2 else jnp.uint32
+        array = jax.lax.bitcast_convert_type(array.astype(dtype), bits)
+        if len(place) == 2:
+            # A sum over experts with one term that is not zero stays where the experts are; bits, because -0.0 + 0.0 is 0.0.
+            expert = jax.lax.broadcasted_iota(jnp.int32, array.shape, 0)
+            array = keep(jnp.sum(jnp.where(expert == place[1], array, 0), axis=0, dtype=bits), 2)
+        return array
+
+    whole = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(element, out_shardings=whole)
