@@ -84,14 +84,15 @@ def reference(model: torch.nn.Module, seed: int = 1) -> dict[str, np.ndarray]:
     real = (mask[:, :-1] * mask[:, 1:]).float()
     loss = -(log_probs * real).sum() / real.sum()
     parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad(loss, [parameters[name] for name in GRADIENTS])
+    names = [name for name in GRADIENTS if name in parameters]
+    gradients = torch.autograd.grad(loss, [parameters[name] for name in names])
     longer, longer_mask = tokens, mask
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
             best = logits(model, longer, longer_mask)[:, -1:].argmax(-1)
             longer, longer_mask = torch.cat([longer, best], 1), torch.cat([longer_mask, torch.ones_like(best)], 1)
     arrays = {"tokens": tokens, "mask": mask.bool(), "logits": found, "greedy": longer[:, PROMPT:], "loss": loss}
-    arrays |= dict(zip(GRADIENTS, gradients, strict=True))
+    arrays |= dict(zip(names, gradients, strict=True))
     return {name: array.detach().numpy() for name, array in arrays.items()}
 
 
