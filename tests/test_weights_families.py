@@ -145,6 +145,13 @@ def test_straight_onto_shards_and_out_again(name, sizes, tmp_path):
     assert all(value == expected[tensor] for tensor, value in found.items())
 
 
+def test_a_mesh_that_does_not_divide_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"config\.mesh\.tensor=2 does not divide a dimension of size 1 .*attention\.key"
+    ):
+        weights.load_pretrained(FOLDER / "mixtral", mesh=make_mesh(MeshSettings(fsdp=2, tensor=2)))
+
+
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "expert": 2}, {"fsdp": 2, "tensor": 2}])
 def test_no_device_gathers_more_than_one_tensor_of_the_file(sizes):
     """8 layers of 4 experts: the stacked parameter is 32 tensors."""

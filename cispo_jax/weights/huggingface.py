@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from cispo_jax.config import ConfigError
 from cispo_jax.data.tokenizers import Tokenizer, save_tokenizer
 from cispo_jax.models import Transformer, TransformerConfig
-from cispo_jax.sharding import state_shardings
+from cispo_jax.sharding import check_divisible, state_shardings
 from cispo_jax.weights import families, safetensors
 from cispo_jax.weights.families import Leaf
 from cispo_jax.weights.safetensors import Checkpoint
@@ -61,7 +61,10 @@ def load_model(
     """
     config, checkpoint = _open(folder)
     abstract = jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0)))
-    shardings = None if mesh is None else state_shardings(abstract, mesh)
+    shardings = None
+    if mesh is not None:
+        shardings = state_shardings(abstract, mesh)
+        check_divisible(abstract, shardings, mesh)
     with checkpoint:
         return read_tree(abstract, families.leaves(config), checkpoint, shardings=shardings, dtype=dtype), config
 
