@@ -1,9 +1,15 @@
 """The commands on the debug page: a warm start, training that goes on from it, evaluation of what is there."""
 
 import json
+from pathlib import Path
 
 import commands
+import jax
+import numpy as np
 import pytest
+
+from cispo_jax import weights
+from cispo_jax.training.checkpoint import Checkpoints
 
 SMALL = """
 --config=configs/debug.py --config.num_steps=2 --config.sft.num_steps=40 --config.sft.batch_size=16
@@ -23,6 +29,10 @@ def results(tmp_path_factory):
         "evaluate_sft": ["experiments.evaluate", *small, f"--workdir={run}"],
         "train": ["experiments.train", *small, f"--workdir={run}"],
         "evaluate": ["experiments.evaluate", *small, f"--workdir={run}", "--step=1"],
+        "export": ["experiments.export", *small, f"--workdir={run}", f"--output={other / 'exported'}"],
+        "export_again": ["experiments.export", *small, f"--workdir={run}", f"--output={other / 'exported'}"],
+        "export_nothing": ["experiments.export", *small, f"--workdir={other}"],
+        "export_int8": ["experiments.export", *small, f"--workdir={run}", "--dtype=int8"],
         "wrong_step": ["experiments.evaluate", *small, f"--workdir={run}", "--step=9"],
         "evaluate_start": ["experiments.evaluate", *small, f"--workdir={other}"],
         "no_sft": ["experiments.sft", *small, "--config.sft.num_steps=0", f"--workdir={other}"],
@@ -67,8 +77,25 @@ def test_evaluation_prints_its_metrics_as_json(results):
     assert (workdir / "evaluations/step_000000.jsonl").exists()  # the run's own is not written over
 
 
+def test_the_export_is_the_newest_checkpoint(results):
+    folder = Path(done(results, "export").split("rollout step 2: ")[1].split("\n")[0])
+    model, config = weights.load_pretrained(folder)
+    assert config.file_dtype == "float32" and weights.load_tokenizer(folder).encode("1+2") == [3, 12, 4]
+    checkpoints = Checkpoints(results[0] / "checkpoints", keep=9)
+    kept = checkpoints.restore_model(2, model, jax.tree.map(lambda leaf: leaf.sharding, model))
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(model), jax.tree.leaves(kept))
+
+
 @pytest.mark.parametrize(
-    ("name", "words"), [("wrong_step", ["--step=9", "1, 2"]), ("no_sft", ["config.sft.num_steps=0"])]
+    ("name", "words"),
+    [
+        ("wrong_step", ["--step=9", "1, 2"]),
+        ("no_sft", ["config.sft.num_steps=0"]),
+        ("export_again", ["exported already holds weights"]),
+        ("export_nothing", ["holds no checkpoint"]),
+        ("export_int8", ["--dtype=int8", "float32, bfloat16"]),
+    ],
 )
 def test_what_is_not_there_is_refused(results, name, words):
     code, _, err = results[1][name]

@@ -17,6 +17,7 @@ from cispo_jax.data.tokenizers import (
     character_tokenizer,
     load_tokenizer_json,
     render_template,
+    save_tokenizer,
 )
 
 USER = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -272,3 +273,22 @@ def test_sampled_ids_are_not_their_text(folder):
     sampled = [tokenizer.encode("he")[0], tokenizer.encode("llo")[0]]
     assert tokenizer.decode(sampled) == "hello"
     assert tokenizer.encode("hello") != sampled
+
+
+def test_saved_tokenizer_is_the_same(folder, smollm2, tmp_path_factory):
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>", "chat_template": PLAIN})
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
+    for tokenizer in (load_tokenizer_json(folder / "tokenizer.json"), smollm2, character_tokenizer("0123")):
+        out = tmp_path_factory.mktemp("saved")
+        ids = save_tokenizer(tokenizer, out)
+        again = load_tokenizer_json(out / "tokenizer.json")
+        for name in ("vocab_size", "eos_ids", "pad_id", "chat_template"):
+            assert getattr(again, name) == getattr(tokenizer, name), name
+        assert again.encode("1230") == tokenizer.encode("1230")
+        if tokenizer.chat_template:
+            assert again.render(USER) == tokenizer.render(USER)
+            assert again.encode(again.render(USER)) == tokenizer.encode(tokenizer.render(USER))
+        assert ids["pad_token_id"] == tokenizer.pad_id
+        assert ids["eos_token_id"] in (list(tokenizer.eos_ids), tokenizer.eos_ids[0])

@@ -28,8 +28,8 @@ class ModelSettings:
     preset: str = (
         "smollm2-135m"  # architecture (cispo_jax.models.PRESETS); weights that bring their own architecture override it
     )
-    weights: str = ""  # "" = random; a directory, a .gguf file, package:NAME (a .gguf inside an installed package)
-    tokenizer: str = ""  # "" = the weights' own; characters:ABC = one token a character; path of a tokenizer.json
+    weights: str = ""  # "" = random; a model folder, hf:org/name@revision, a .gguf file, package:NAME (a .gguf in a Python package)
+    tokenizer: str = ""  # "" = the weights' own; characters:ABC = one token a character; a tokenizer.json, or a model as in `weights`
     dtype: str = "float32"  # compute dtype: float32 | bfloat16; parameters, optimizer, head and softmax stay float32
     remat: bool = True  # recompute each layer in the backward pass: memory for about a third more compute
 
@@ -44,7 +44,7 @@ class MeshSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    source: str = "arithmetic"  # arithmetic | reasoning_gym:TASK | a .jsonl or .parquet file with `prompt` and `answer`
+    source: str = "arithmetic"  # arithmetic | reasoning_gym:TASK | a .jsonl or .parquet file, hf:org/name@revision:FILE
     options: Mapping[str, Any] = field(default_factory=dict)  # the generator's own settings, e.g. max_value
     eval_source: str = ""  # "" = held out from `source`; else a file of evaluation problems
     train_size: int = 4096  # problems to generate for training; a file is used whole

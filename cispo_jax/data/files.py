@@ -13,6 +13,7 @@ from typing import Any
 from etils import epath
 
 from cispo_jax.config import ConfigError, DataSettings, suggest
+from cispo_jax.data import hub
 from cispo_jax.rewards.scoring import number_value
 
 Row = tuple[str, dict[str, Any]]  # where it stands ("line 3"), its fields
@@ -30,14 +31,14 @@ def read(path: str, settings: DataSettings, setting: str) -> FileProblems:
     """Reads a file; text, numbers and UTF-8 bytes become `str`, other fields stay for the user's rewards.
 
     Args:
-      path: `.jsonl` or `.parquet`, local or any place `etils.epath` opens.
+      path: `.jsonl` or `.parquet`, local or any place `etils.epath` opens, or `hf:org/name@revision:FILE`.
       settings: names of the two fields.
       setting: the setting that holds `path`, for error messages.
 
     Raises:
       ConfigError: naming file, row and field of what is wrong. The same prompt (or id) with different answers is wrong.
     """
-    file = epath.Path(path).expanduser()
+    file = hub.fetch_data(path, setting) if hub.is_hub(path) else epath.Path(path).expanduser()
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"{setting}={path}: the name must end in {' or '.join(readers)}.")

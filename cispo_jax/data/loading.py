@@ -55,7 +55,7 @@ def load(settings: DataSettings) -> Problems:
     if "/" in settings.source or "." in settings.source:
         return _from_file(settings)
     raise ConfigError(
-        f"config.data.source={settings.source!r} is none of: arithmetic, {GYM}TASK, a .jsonl or .parquet file."
+        f"config.data.source={settings.source!r} is none of: arithmetic, {GYM}TASK, a .jsonl or .parquet file, hf:ORGANISATION/NAME:FILE."
         + suggest(settings.source, ["arithmetic", GYM])
     )
 

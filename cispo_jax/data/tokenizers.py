@@ -269,6 +269,32 @@ def load_tokenizer_json(path: epath.PathLike) -> Tokenizer:
     )
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: epath.PathLike) -> dict[str, Any]:
+    """Writes the tokenizer files of a model folder, for `load_tokenizer_json` and transformers' AutoTokenizer.
+
+    Returns the ids that belong into the model's config.json: bos_token_id, eos_token_id (a list where there are several), pad_token_id.
+    """
+    folder = epath.Path(folder)
+    (folder / "tokenizer.json").write_text(tokenizer._backend.to_str(pretty=True))
+    names = {"pad_token": tokenizer.token(tokenizer.pad_id), **tokenizer.special_tokens}
+    if tokenizer.eos_ids:
+        names.setdefault("eos_token", tokenizer.token(tokenizer.eos_ids[0]))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False))
+    if tokenizer.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(tokenizer.chat_template)
+    ends = list(tokenizer.eos_ids)
+    bos = names.get("bos_token")
+    ids = {
+        "bos_token_id": None if bos is None else tokenizer._backend.token_to_id(bos),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    known = {key: value for key, value in ids.items() if value is not None}
+    (folder / "generation_config.json").write_text(json.dumps(known, indent=2))
+    return ids
+
+
 def _json(path: epath.Path) -> dict[str, Any]:
     """The object in a JSON file; {} where there is no such file."""
     if not path.exists():

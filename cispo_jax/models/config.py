@@ -39,6 +39,9 @@ class TransformerConfig:
     lightning_residual: tuple[float, float] = (1.0, 1.0)
     mlp_residual: tuple[float, float] = (1.0, 1.0)
     lightning_block: int = 256  # tokens of a chunk of lightning attention; does not change the result
+    # Not of the architecture, kept for writing the model as it was read:
+    file_dtype: str = "float32"  # of the tensors in the file
+    context_length: int | None = None  # tokens it was made for, None = not known; nothing enforces it
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

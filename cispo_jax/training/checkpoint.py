@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,11 @@ from cispo_jax.types import TrainState
 
 
 class Checkpoints:
-    """The checkpoints under WORKDIR/checkpoints, newest `keep` kept; a step is listed only once it is complete."""
+    """The checkpoints under WORKDIR/checkpoints, newest `keep` kept; a step is listed only once it is complete.
+
+    A step holds the items `model` and `optimizer`, each a flat dict from the path in the tree to its array: the files do not depend on
+    the classes of the tree (Orbax cannot read a list of modules back), and the model is read alone where only it is wanted.
+    """
 
     def __init__(self, directory: epath.PathLike, *, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
@@ -30,15 +35,22 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Starts the save; call `wait` before the state's buffers are donated again."""
         if step not in self.steps():
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
-            self._manager.save(step, args=items)
+            items = {name: ocp.args.StandardSave(_flat(part)) for name, part in _parts(state).items()}
+            self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)))
 
     def restore(self, step: int, abstract: TrainState, shardings: Any) -> tuple[TrainState, dict[str, Any]]:
         """The state of `step`, straight onto `shardings` (also of another mesh than it was saved from)."""
-        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        restored = self._manager.restore(step, args=items)
-        return restored["state"], restored["host"]
+        target = _parts(_target(abstract, shardings))
+        items = {name: ocp.args.StandardRestore(_flat(part)) for name, part in target.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        parts = {name: _unflat(restored[name], part) for name, part in target.items()}
+        return dataclasses.replace(parts["optimizer"], model=parts["model"]), restored["host"]
+
+    def restore_model(self, step: int, abstract: Any, shardings: Any) -> Any:
+        """The model of `step` alone; the optimizer's moments, twice its size, are not read."""
+        target = _target(abstract, shardings)
+        items = ocp.args.Composite(model=ocp.args.StandardRestore(_flat(target)))
+        return _unflat(self._manager.restore(step, args=items)["model"], target)
 
     def wait(self) -> None:
         """Blocks until the save in flight is complete; raises if it failed."""
@@ -47,3 +59,20 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    return {"model": state.model, "optimizer": dataclasses.replace(state, model=None)}
+
+
+def _target(abstract: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def _unflat(leaves: dict[str, Any], like: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in _flat(like)])
