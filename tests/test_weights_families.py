@@ -21,7 +21,7 @@ from cispo_jax.log_probs import token_log_probs
 from cispo_jax.models import PRESETS, Transformer, TransformerConfig, forward
 from cispo_jax.sampling import sample_groups
 from cispo_jax.sharding import make_mesh
-from cispo_jax.weights import families, huggingface, safetensors
+from cispo_jax.weights import families, huggingface, layout, safetensors
 
 FOLDER = Path(__file__).parent / "data" / "families"  # made by make_families_fixture.py
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "minimax")
@@ -108,7 +108,7 @@ def test_round_trip_is_bit_equal(family, tmp_path):
     assert config.file_dtype == "bfloat16" and config.context_length == 128
     weights.save_pretrained(tmp_path / "out", model, config, max_shard_bytes=9_000)
     found, expected = raw(tmp_path / "out"), raw(FOLDER / name)
-    derived = {tensor for tensor in expected if tensor.endswith(families.DERIVED)}
+    derived = {tensor for tensor in expected if tensor.endswith(layout.DERIVED)}
     assert bool(derived) == (name == "minimax")
     assert found == {tensor: value for tensor, value in expected.items() if tensor not in derived}
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
@@ -184,7 +184,7 @@ def test_only_the_bytes_of_a_shard_are_read(name, monkeypatch):
 
     monkeypatch.setattr(safetensors.Checkpoint, "_read", counted)
     with checkpoint:
-        for path, leaf in families.leaves(config).items():
+        for path, leaf in layout.leaves(config).items():
             index = tuple(slice(0, size) for size in leaf.shape)
             whole = huggingface.read_shard(checkpoint, leaf, index, dtype=np.dtype("float32"))
             for axis, size in enumerate(leaf.shape):
@@ -198,7 +198,7 @@ def test_only_the_bytes_of_a_shard_are_read(name, monkeypatch):
 def test_memory_of_reading_is_the_result_and_a_chunk(tmp_path):
     """80 MB: a second copy, or the whole tensor before its transposition, would not pass."""
     config = TransformerConfig(20_000, 1_000, 1, 2, 1, 8, 8, tied_head=False, file_dtype="float32")
-    leaf = families.leaves(config)["head"]
+    leaf = layout.leaves(config)["head"]
     shard = safetensors.Shard({"lm_head.weight": leaf.stored_shape})
     values = np.arange(20_000_000, dtype=np.float32).reshape(leaf.stored_shape)
     safetensors.write_shard(epath.Path(tmp_path / "model.safetensors"), shard, values.dtype, [values])
@@ -216,7 +216,7 @@ def test_memory_of_reading_is_the_result_and_a_chunk(tmp_path):
 def test_every_preset_has_a_place_for_each_parameter(name):
     abstract = jax.eval_shape(lambda: Transformer(PRESETS[name], key=jax.random.key(0)))
     shapes = {huggingface.path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
-    assert {path: leaf.shape for path, leaf in families.leaves(PRESETS[name]).items()} == shapes
+    assert {path: leaf.shape for path, leaf in layout.leaves(PRESETS[name]).items()} == shapes
 
 
 # ---------------------------------------------------------------------------------------------------------------------

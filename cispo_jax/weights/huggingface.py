@@ -25,8 +25,8 @@ from cispo_jax.config import ConfigError
 from cispo_jax.data.tokenizers import Tokenizer, save_tokenizer
 from cispo_jax.models import Transformer, TransformerConfig
 from cispo_jax.sharding import check_divisible, state_shardings
-from cispo_jax.weights import families, safetensors
-from cispo_jax.weights.families import Leaf
+from cispo_jax.weights import families, layout, safetensors
+from cispo_jax.weights.layout import Leaf
 from cispo_jax.weights.safetensors import Checkpoint
 
 Index = tuple[slice, ...]
@@ -66,7 +66,7 @@ def load_model(
         shardings = state_shardings(abstract, mesh)
         check_divisible(abstract, shardings, mesh)
     with checkpoint:
-        return read_tree(abstract, families.leaves(config), checkpoint, shardings=shardings, dtype=dtype), config
+        return read_tree(abstract, layout.leaves(config), checkpoint, shardings=shardings, dtype=dtype), config
 
 
 def _open(folder: epath.Path) -> tuple[TransformerConfig, Checkpoint]:
@@ -93,7 +93,7 @@ def check_tensors(checkpoint: Checkpoint, config: TransformerConfig) -> dict[str
       ConfigError: tensors that are missing, unknown, misshaped or not floating-point numbers, all in one error.
     """
     found = checkpoint.tensors
-    needed = {name: leaf.stored_shape for name, leaf, _ in _pieces(families.leaves(config))}
+    needed = {name: leaf.stored_shape for name, leaf, _ in _pieces(layout.leaves(config))}
     # A tied model may bring its head: transformers does not read it either.
     extra = {"lm_head.weight"} if config.tied_head else set()
     problems = {
@@ -117,7 +117,7 @@ def check_tensors(checkpoint: Checkpoint, config: TransformerConfig) -> dict[str
 
 
 def _is_derived(name: str) -> bool:
-    return name.startswith("model.layers.") and name.endswith(families.DERIVED)
+    return name.startswith("model.layers.") and name.endswith(layout.DERIVED)
 
 
 def _some(names: list[str], limit: int = 20) -> str:
@@ -247,7 +247,7 @@ Piece = tuple[Any, Leaf, tuple[int, ...]]  # array of the model, its leaf, place
 
 def tensors_of(model: Any, config: TransformerConfig) -> dict[str, list[Piece]]:
     """Every tensor of the files and the pieces of the model that it is made of (several for query, key and value in one)."""
-    leaves = families.leaves(config)
+    leaves = layout.leaves(config)
     arrays = {path_name(path): array for path, array in jax.tree_util.tree_flatten_with_path(model)[0]}
     if arrays.keys() != leaves.keys():
         different = sorted(arrays.keys() ^ leaves.keys())

@@ -11,7 +11,7 @@ from cispo_jax import weights
 from cispo_jax.log_probs import token_log_probs
 from cispo_jax.models import forward
 from cispo_jax.sampling import sample_groups
-from cispo_jax.weights import families, huggingface
+from cispo_jax.weights import huggingface, layout
 from tests.make_families_fixture import GRADIENTS, MODELS, logits, make_model, reference
 
 pytestmark = pytest.mark.slow
@@ -71,10 +71,10 @@ def test_back_to_transformers(models):
     weights.save_pretrained(folder / "ours", ours, config, max_shard_bytes=10_000)
     again, report = AutoModelForCausalLM.from_pretrained(folder / "ours", output_loading_info=True)
     assert again.dtype == torch.bfloat16 and not report["unexpected_keys"] and not report["mismatched_keys"]
-    assert all(name.endswith(families.DERIVED) for name in report["missing_keys"])
+    assert all(name.endswith(layout.DERIVED) for name in report["missing_keys"])
     state = {name: value.float() for name, value in theirs.state_dict().items()}
     for name, value in again.state_dict().items():
-        if not name.endswith(families.DERIVED):
+        if not name.endswith(layout.DERIVED):
             assert torch.equal(value.float(), state[name]), name
     tokens = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     whole = AutoModelForCausalLM.from_pretrained(folder / "ours", dtype=torch.float32).eval()
