@@ -115,6 +115,11 @@ def build(
             f"config.model.tokenizer={config.model.tokenizer or config.model.weights!r} has {tokenizer.vocab_size:,} tokens, the "
             f"model only {architecture.vocab_size:,}: they do not belong together."
         )
+    if 2 * tokenizer.vocab_size < architecture.vocab_size:
+        notes.append(
+            f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens, the model {architecture.vocab_size:,}; is "
+            f"config.model.tokenizer={config.model.tokenizer!r} the model's own?"
+        )
     key = jax.random.key(config.seed)
     optimizer = make_optimizer(config.optimizer)
     abstract = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=key), optimizer))
@@ -133,6 +138,11 @@ def build(
     whole = sharding.replicated(mesh)
     shard_rows = lambda x: jax.device_put(x, whole if len(x) % sharding.batch_devices(mesh) else rows_sharding)
     limit = weights.context_length(config.model.weights) if config.model.weights else None
+    if limit is not None and width + config.sampling.max_new_tokens > limit:
+        raise ConfigError(
+            f"config.sampling.max_new_tokens={config.sampling.max_new_tokens} and prompts of up to {width} tokens are more than the "
+            f"{limit} tokens that the model was made for: valid are 1 to {limit - width}."
+        )
 
     sampler = sample_groups if sample_fn is None else sample_fn
     layout = {
@@ -243,17 +253,28 @@ def resolve_objective(
 
 
 def _check_objective(name: str, loss_fn: Callable, settings: ObjectiveSettings, notes: list[str]) -> None:
-    """A trial call of a user's objective on tiny arrays: it must return (loss, metrics) and should be sum(coefficient x term)."""
-    log_probs = jnp.array([[-1.0, -2.0], [-0.5, -1.5]])
-    arrays = (log_probs, log_probs - 0.1, jnp.array([1.0, -1.0]), jnp.ones((2, 2), bool))
+    """A trial of a user's objective on tiny arrays: it must return (loss, metrics), be differentiable under `jit`, and should be
+    sum(coefficient x term)."""
+    log_probs = -jnp.linspace(0.5, 2.0, 6).reshape(2, 3)  # not square: a missing axis must not pass
+    arrays = (log_probs, log_probs - 0.1, jnp.array([1.0, -1.0]), jnp.ones((2, 3), bool))
+
+    def loss_of(*arrays):
+        loss, metrics = loss_fn(*arrays[:-1], aggregation=arrays[-1])
+        return loss, dict(metrics)
+
     try:
-        values = [loss_fn(*arrays, aggregation=jnp.full((2, 2), c))[0] for c in (0.25, 0.5)]
-        values = [float(jnp.asarray(value)) for value in values]
-    except Exception as error:
+        trial = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+        values = [float(trial(*arrays, jnp.full((2, 3), c))[0][0]) for c in (0.25, 0.5)]
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"config.objective.name={name}: a trial call failed with {type(error).__name__}: {error}. The signature is that of "
-            "cispo_jax.cispo_loss; `aggregation` arrives as a [B, T] array of coefficients, the result is (loss, metrics)."
+            "cispo_jax.cispo_loss; `aggregation` arrives as a [B, T] array of coefficients, the result is (loss, metrics); it runs "
+            "inside jax.jit, so `if` and float() cannot depend on the arrays."
         ) from error
+    if not np.isfinite(values).all():
+        raise ConfigError(
+            f"config.objective.name={name}: on a trial batch without anything unusual the loss is {values[0]}."
+        )
     if not np.isclose(values[1], 2 * values[0], rtol=1e-4, atol=1e-6):
         message = (
             f"the objective {name} does not use the array of coefficients handed to it as `aggregation` (its loss is not "

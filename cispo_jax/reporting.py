@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from cispo_jax import evaluation, masked
-from cispo_jax.config import Config
+from cispo_jax.config import Config, ConfigError
 
 # Metrics that are also written for each update of the batch, as NAME/u00, NAME/u01, ...
 PER_UPDATE = ("clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap", "policy/ratio_mean", "grad/norm")
@@ -217,19 +217,40 @@ def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict
     return metrics
 
 
-def write_config(workdir: epath.Path, config: dict[str, Any]) -> None:
-    """config.json; says which settings differ from those the run began with."""
+def compare_config(workdir: epath.Path, config: dict[str, Any]) -> None:
+    """Says which settings differ from those in the directory's config.json."""
     path = workdir / "config.json"
-    workdir.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        before, after = _flatten(json.loads(path.read_text())), _flatten(json.loads(json.dumps(config)))
-        changed = [k for k in sorted(before | after) if before.get(k) != after.get(k)]
-        if changed:
-            say(
-                "warning: these settings differ from the run in this directory: "
-                + ", ".join(f"{k}: {before.get(k)} -> {after.get(k)}" for k in changed)
-            )
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    if not path.exists():
+        return
+    try:
+        before = _flatten(json.loads(path.read_text()))
+    except (ValueError, AttributeError):
+        return say(f"warning: {path} cannot be read as settings; it will be written again")
+    after = _flatten(json.loads(json.dumps(config)))
+    changed = [k for k in sorted(before | after) if before.get(k) != after.get(k)]
+    if changed:
+        listed = ", ".join(f"{k}: {before.get(k)} -> {after.get(k)}" for k in changed)
+        say(f"warning: these settings differ from the run in this directory: {listed}")
+
+
+def write_config(workdir: epath.Path, config: dict[str, Any]) -> None:
+    """config.json, whole or not at all."""
+    unfinished = workdir / "config.json.tmp"
+    unfinished.write_text(json.dumps(config, indent=2) + "\n")
+    unfinished.replace(workdir / "config.json")
+
+
+def make_workdir(workdir: epath.PathLike) -> epath.Path:
+    """The run's directory, made if it is not there; absolute if it is local."""
+    try:
+        path = epath.Path(workdir)
+        path = path if "://" in str(workdir) else path.resolve()
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ImportError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"--workdir={workdir} cannot be made: {error}. Give a directory that you may write to."
+        ) from None
+    return path
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -243,10 +264,11 @@ def final_words(workdir: epath.Path, num_steps: int) -> str:
     """Before and after, and where to look."""
     before, after = (workdir / "evaluations" / f"step_{step:06d}.jsonl" for step in (0, num_steps))
     table = evaluation.compare(before, after) + "\n" if before.exists() and after.exists() else ""
-    return (
-        f"\n{table}\nRun directory: {workdir}\n"
-        f"  rollouts/step_{num_steps:06d}.jsonl      every sampled response of the last step with its reward\n"
-        f"  evaluations/step_{num_steps:06d}.jsonl   every held-out problem with the greedy response\n"
-        "  metrics.jsonl                 one line a step; clip/dropped_* = tokens PPO and DAPO would have dropped, CISPO kept\n"
-        f"  tensorboard/                  tensorboard --logdir {workdir}/tensorboard"
-    )
+    files = {
+        f"rollouts/step_{num_steps:06d}.jsonl": "every sampled response of the last step with its reward",
+        f"evaluations/step_{num_steps:06d}.jsonl": "every held-out problem with the greedy response",
+        "metrics.jsonl": "one line a step; clip/dropped_* = tokens PPO and DAPO would have dropped, CISPO kept",
+        "tensorboard": f"tensorboard --logdir {workdir}/tensorboard",
+    }
+    lines = [f"  {name:<32}{what}" for name, what in files.items() if (workdir / name).exists()]
+    return "\n".join([f"\n{table}", f"Run directory: {workdir}", *lines])

@@ -31,8 +31,10 @@ from cispo_jax.reporting import (
     StepReport,
     Trace,
     WarmStartReport,
+    compare_config,
     evaluate_and_record,
     final_words,
+    make_workdir,
     say,
     timed_line,
     write_config,
@@ -82,18 +84,21 @@ def train(
     from cispo_jax import building  # the packages of the layers below; the loop itself only sees functions
 
     config = from_config_dict(config)
-    workdir = epath.Path(workdir).resolve()
-    if not resume and workdir.exists() and any(workdir.iterdir()):
+    if not resume and epath.Path(workdir).is_dir() and any(epath.Path(workdir).iterdir()):
         raise ConfigError(
             f"--noresume: {workdir} is not empty. Give an empty directory, or leave the flag out to go on with this run."
         )
     run = building.build(config, dataset=dataset, reward=reward, objective=objective, model=model, sample_fn=sample_fn)
     for note in run.notes:
         say(note)
-    write_config(workdir, to_dict(config))
-    writer = Writer(workdir, config.logging, to_dict(config))
+    workdir = make_workdir(workdir)
+    compare_config(workdir, to_dict(config))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     state = start_or_resume(run, checkpoints, workdir)
+    write_config(
+        workdir, to_dict(config)
+    )  # not before: settings that the checkpoint does not fit must not replace its own
+    writer = Writer(workdir, config.logging, to_dict(config))
     metrics: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         for resource in (run.score, writer, checkpoints):

@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> Config:
     argv, settings = _take_settings(argv)
     try:
         rest = flags.FLAGS(argv)
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: settings are written --config.section.key=value.")
@@ -101,7 +101,8 @@ def parse(argv: list[str]) -> Config:
         if os.path.isfile(workdir):
             raise ConfigError(f"--workdir={workdir} is a file; give a directory, which is made if it is not there.")
     page = load_page(flags.FLAGS.config)
-    if any(name == "data.source" for name, _ in settings):
+    source = [text for name, text in settings if name == "data.source"]
+    if source and source[-1] != page["data"]["source"]:
         page["data"]["options"] = {}  # the page's options are for the page's own source
     for name, text in settings:
         set_from_text(page, name, text)
@@ -129,7 +130,7 @@ def load_page(spec: str) -> dict[str, Any]:
         raise
     except SyntaxError as error:
         raise ConfigError(f"--config={spec}: the page does not parse, line {error.lineno}: {error.msg}.") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f", line {frames[-1].lineno}" if frames else ""
         raise ConfigError(f"--config={spec}: the page failed{where}: {type(error).__name__}: {error}") from None

@@ -9,7 +9,7 @@ import json
 
 from absl import flags
 
-from cispo_jax.config import ConfigError
+from cispo_jax.config import ConfigError, to_dict
 from experiments import cli
 
 
@@ -23,6 +23,7 @@ def main(config) -> None:
 
     run = building.build(config)
     workdir = epath.Path(flags.FLAGS.workdir).resolve()
+    reporting.compare_config(workdir, to_dict(config))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     step = checkpoints.latest() if flags.FLAGS.step is None else flags.FLAGS.step
     if step is None:

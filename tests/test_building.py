@@ -35,6 +35,10 @@ def test_bad_settings():
     refused("response", sft__num_steps=1)
     refused("trial call", reward=lambda responses, **_: 1 / 0)
     refused("signature", objective=lambda log_probs, old, advantages, mask: (0.0, {}))
+    three = lambda log_probs, old, advantages, mask, *, aggregation: (log_probs.sum(), {}, {})
+    refused("config.objective.name", "(loss, metrics)", objective=three)
+    whole = lambda log_probs, old, advantages, mask, *, aggregation: (mask.sum(), {})
+    refused("config.objective.name", "real", objective=whole)  # an integer loss has no gradient
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():

@@ -49,6 +49,18 @@ BAD = {  # command line after the page -> words that the message must hold
     "weights": (["--config.model.weights=/nowhere/model.gguf"], ["config.model.weights", "/nowhere/model.gguf"]),
     "rows": (["--config.objective.micro_batch_rows=3"], ["config.objective.micro_batch_rows=3", "1, 2, 4"]),
     "seed": (["--config.seed=-1"], ["config.seed=-1"]),
+    "seed_size": (["--config.seed=99999999999999999999"], ["config.seed=99999999999999999999", "2**63"]),
+    "infinite": (["--config.optimizer.weight_decay=inf"], ["config.optimizer.weight_decay=inf"]),
+    "temperature_zero_in_float32": (["--config.sampling.temperature=1e-300"], ["config.sampling.temperature=1e-300"]),
+    "workers": (["--config.rewards.workers=100000000000"], ["config.rewards.workers", "1024"]),
+    "noresume_value": (["--noresume=1"], ["resume"]),
+    "exits": (["--config.objective.name={pages}/exits.py:loss"], ["config.objective.name", "SystemExit"]),
+    "branch": (["--config.objective.name={pages}/branch.py:loss"], ["config.objective.name", "inside jax.jit"]),
+    "broadcast": (["--config.objective.name={pages}/broadcast.py:loss"], ["config.objective.name", "signature"]),
+    "nan": (["--config.objective.name={pages}/nan.py:loss"], ["config.objective.name", "nan"]),
+    "template_filter": (["--config.data.template={pages}/filter.jinja"], ["config.data.template", "nosuch"]),
+    "template_field": (["--config.data.template={pages}/field.jinja"], ["config.data.template", "the same"]),
+    "workdir_below_a_file": (["--workdir={pages}/empty.py/x"], ["--workdir", "empty.py"]),
     "sft": (["--config.sft.num_steps=2", "--config.sampling.max_new_tokens=2"], ["config.sampling.max_new_tokens=2"]),
 }  # fmt: skip
 PAGES = {
@@ -68,6 +80,9 @@ PAGES = {
     "noresume": ([DEBUG, "--workdir={pages}", "--noresume"], ["--noresume", "not empty"]),
 }
 HEAD = "from cispo_jax.config import default_config\n\ndef get_config():\n    config = default_config()\n"
+LOSS = (
+    "def loss(log_probs, old, advantages, mask, *, aggregation):\n    {}\n    return -(aggregation * {}).sum(), {{}}\n"
+)
 SOURCES = {
     "syntax.py": "def get_config():\n    return = 3\n",
     "section.py": HEAD + "    config.optimiser.learning_rate = 1.0\n    return config\n",
@@ -77,6 +92,14 @@ SOURCES = {
     "imports.py": "import no_such_module\n",
     "empty.py": "",
     "none.py": "def get_config():\n    return None\n",
+    "exits.py": "import sys\nsys.exit(0)\n",
+    "branch.py": LOSS.format(
+        "if (log_probs - old).sum() > 0: advantages = -advantages", "advantages[:, None] * log_probs"
+    ),
+    "broadcast.py": LOSS.format("", "advantages * log_probs"),  # [B] x [B, T]
+    "nan.py": LOSS.format("", "float('nan') * log_probs"),
+    "filter.jinja": "{{ prompt|nosuch }}",
+    "field.jinja": "{{ example.promt }}1=",
 }
 
 
@@ -87,7 +110,10 @@ def results(tmp_path_factory):
         (pages / name).write_text(source)
     workdir, directory = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("sets")
     common = [DEBUG, f"--config.data.directory={directory}"]
-    lines = {name: [*common, f"--workdir={workdir}/{name}", *argv] for name, (argv, _) in BAD.items()}
+    lines = {
+        name: [*common, f"--workdir={workdir}/{name}", *(arg.replace("{pages}", str(pages)) for arg in argv)]
+        for name, (argv, _) in BAD.items()
+    }
     lines |= {name: [arg.format(pages=pages) for arg in argv] for name, (argv, _) in PAGES.items()}
     done = commands.run(*(["experiments.train", *argv] for argv in lines.values()))
     return dict(zip(lines, done, strict=True)), workdir

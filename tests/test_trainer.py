@@ -175,6 +175,28 @@ def test_a_reward_that_fails_on_some_examples_costs_their_groups_only(tmp_path):
     assert all(np.isfinite(line["loss"]) for line in found[1:] if line.get("updates"))
 
 
+def test_a_reward_that_calls_exit_costs_its_groups_and_not_the_run(tmp_path):
+    """`sys.exit()` in a user's function would end the command as if it were done."""
+
+    def leaves(responses, *, examples, **_):
+        if examples[0]["prompt"].startswith("2"):
+            raise SystemExit
+        return digits(responses, examples=examples, finish_reasons=[], response_tokens=[])
+
+    found = run(tmp_path, reward=leaves, steps=1, dataset=[e for e in debug_run.SUMS if e["prompt"][0] in "235"][::-1])
+    assert len(found) == 2
+
+
+def test_settings_that_a_checkpoint_does_not_fit_change_nothing(tmp_path):
+    run(tmp_path, steps=1)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"checkpoints/1 cannot be restored.*config\.model"):
+        run(tmp_path, steps=2, model__preset="tiny")
+    assert (tmp_path / "config.json").read_bytes() == before
+    (tmp_path / "config.json").write_text("")  # as a full disk once left it
+    assert len(run(tmp_path, steps=2)) == 3
+
+
 def test_a_reward_of_the_wrong_length_ends_the_run_with_its_name(tmp_path):
     def wrong_length(responses, **_):
         return [1.0] * (len(responses) + 1)

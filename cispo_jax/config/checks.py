@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -50,6 +51,9 @@ MINIMUM: dict[str, float] = {
     "logging.samples": 0,
 }
 POSITIVE = ("sampling.temperature", "optimizer.learning_rate", "optimizer.eps", "sft.learning_rate")
+TINY = 1e-37  # below it float32 has no ordinary numbers
+MAY_BE_INFINITE = ("optimizer.max_grad_norm",)
+MAX_WORKERS = 1024
 WHY = {
     "sampling.group_size": "the advantage compares the responses of a prompt with each other",
     "sampling.temperature": "temperature 0 is greedy and is for evaluation; its probabilities are not those of a policy",
@@ -65,12 +69,12 @@ def validate(config: Config) -> None:
                 f"config.{name}={value!r}: valid values are {', '.join(choices)}.{suggest(str(value), choices)}"
             )
     for name, least in MINIMUM.items():
-        if not _get(config, name) >= least:
+        if not _get(config, name) >= least or (math.isinf(_get(config, name)) and name not in MAY_BE_INFINITE):
             reason = f" ({WHY[name]})" if name in WHY else ""
             raise ConfigError(f"config.{name}={_get(config, name)}: must be at least {least}{reason}.")
     for name in POSITIVE:
         value = _get(config, name)
-        if not (value > 0 and math.isfinite(value)):
+        if not (value > TINY and math.isfinite(value)):
             reason = f" ({WHY[name]})" if name in WHY else ""
             raise ConfigError(f"config.{name}={value}: must be a finite number above 0{reason}.")
     _validate_sampling(config)
@@ -86,6 +90,12 @@ def validate(config: Config) -> None:
         raise ConfigError(
             "config.evaluation.temperature=0 with evaluation.samples > 0: avg@k needs samples; use a temperature > 0."
         )
+    if config.rewards.workers > MAX_WORKERS:
+        raise ConfigError(
+            f"config.rewards.workers={config.rewards.workers}: valid values are 0 to {MAX_WORKERS} processes."
+        )
+    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(f"config.logging.wandb={config.logging.wandb!r} needs the wandb package: pip install wandb")
     profile_steps(config.profile)
 
 

@@ -134,8 +134,14 @@ def _unknown(key: str, path: str, names: list[str]) -> str:
 def _plain(value: Any) -> Any:
     """Tables as dicts and sequences as lists, so that a page, a frozen page and config.json give equal settings."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    _check_size(value)
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _check_size(value: Any, path: str = "") -> None:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"config.{path or 'data.options'}={value}: integers must be smaller than 2**63.")
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -150,6 +156,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     kind = _optional(hint)
     if value is None and kind is not hint:
         return None
+    _check_size(value, path)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

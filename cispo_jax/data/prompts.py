@@ -79,6 +79,11 @@ class Prompter:
         """
         limit = self._settings.max_prompt_tokens
         lengths = [len(self.encode(example)) for example in examples]
+        if len(examples) > 1 and len({self.text(example) for example in examples}) == 1:
+            raise ConfigError(
+                f"config.data.template={self._settings.template}: all {len(examples)} prompts are the same; a problem's text is "
+                "{{ prompt }} in a template."
+            )
         if 0 in lengths:
             raise ConfigError(f"{name}: the prompt of example {examples[lengths.index(0)]['id']!r} has no token.")
         kept = [index for index, length in enumerate(lengths) if length <= limit]
@@ -108,9 +113,14 @@ def _read_template(path: str) -> str:
             f"config.data.template={path!r} must be chat, raw or the path of a jinja file, and there is no "
             f"file {file.resolve()}.{suggest(path, ['chat', 'raw'])}"
         )
-    source = file.read_text(encoding="utf-8")
     try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        source = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config.data.template={path} is not UTF-8 text: {error}.") from None
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        environment.compile(source)  # also knows the filters
+        tree = environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"config.data.template={path}, line {error.lineno}: {error.message}.") from error
     used = sorted(jinja2.meta.find_undeclared_variables(tree))

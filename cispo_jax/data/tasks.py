@@ -77,7 +77,7 @@ def options_from(kind: type, options: Mapping[str, Any], task: str) -> Any:
                 f"Its options: {', '.join(f'{key}={field.default!r}' for key, field in fields.items())}."
             )
         expected = type(fields[name].default)
-        if type(value) is not expected:
+        if type(value) is not expected and (expected, type(value)) != (float, int):
             raise ConfigError(f"config.data.options.{name}={value!r} must be of type {expected.__name__}.")
     return kind(**options)
 

@@ -61,7 +61,7 @@ def apply(function: Callable[..., Any], label: str, rows: Rows) -> Outcome:
         return Outcome(_checked(_call(function, rows), label, rows), 0, [])
     except RewardError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in a reward must not end the run as if it were done
         groups = rows.groups()
         if len(groups) == 1:
             return Outcome([None] * len(rows), len(rows), [_describe(error, label, rows.examples[0])])
@@ -83,7 +83,9 @@ def _checked(values: Any, label: str, rows: Rows) -> list[float | None]:
     if hasattr(values, "tolist"):  # NumPy arrays are welcome
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise RewardError(f"{label} returned {_short(values)}; a reward returns a list, a number or None a response.")
+        raise RewardError(
+            f"{label} returned {_short(values)}; a reward returns a list with one number (or None) for each response."
+        )
     if len(values) != len(rows):
         raise RewardError(
             f"{label} returned {len(values)} values for {len(rows)} responses; it must return one for each."
@@ -103,7 +105,7 @@ def _number(value: Any, label: str, example: dict[str, Any]) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _describe(error: Exception, label: str, example: dict[str, Any]) -> str:
+def _describe(error: BaseException, label: str, example: dict[str, Any]) -> str:
     text = f"{label} raised {describe_error(error)} on example {example.get('id')!r}"
     if isinstance(error, KeyError) and error.args and error.args[0] not in example:
         field, names = error.args[0], [str(name) for name in example]

@@ -72,7 +72,7 @@ def _load_file(where: str, spec: str, setting: str) -> ModuleType:
     sys.modules[module_name] = module  # before running it: dataclasses look their own module up
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(f"{setting}={spec}: {path} cannot be imported: {describe_error(error)}.") from error
     return module
@@ -81,7 +81,7 @@ def _load_file(where: str, spec: str, setting: str) -> ModuleType:
 def _load_module(where: str, spec: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = f" If you mean a file, write its path: {where.replace('.', '/')}.py:{spec.rpartition(':')[2]}."

@@ -9,6 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from cispo_jax.config import ConfigError
 from cispo_jax.types import TrainState
 
 
@@ -42,7 +43,7 @@ class Checkpoints:
         """The state of `step`, straight onto `shardings` (also of another mesh than it was saved from)."""
         target = _parts(_target(abstract, shardings))
         items = {name: ocp.args.StandardRestore(_flat(part)) for name, part in target.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        restored = self._restore(step, ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
         parts = {name: _unflat(restored[name], part) for name, part in target.items()}
         return dataclasses.replace(parts["optimizer"], model=parts["model"]), restored["host"]
 
@@ -50,7 +51,18 @@ class Checkpoints:
         """The model of `step` alone; the optimizer's moments, twice its size, are not read."""
         target = _target(abstract, shardings)
         items = ocp.args.Composite(model=ocp.args.StandardRestore(_flat(target)))
-        return _unflat(self._manager.restore(step, args=items)["model"], target)
+        return _unflat(self._restore(step, items)["model"], target)
+
+    def _restore(self, step: int, items: ocp.args.Composite) -> Any:
+        try:
+            return self._manager.restore(step, args=items)
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"{self._manager.directory / str(step)} cannot be restored ({type(error).__name__}: {reason}). With other settings of "
+                "config.model than the run began with (its config.json), take those again or a new --workdir; if its files are "
+                "damaged, delete this directory to go on from the checkpoint before it."
+            ) from error
 
     def wait(self) -> None:
         """Blocks until the save in flight is complete; raises if it failed."""

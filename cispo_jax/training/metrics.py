@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from cispo_jax.config import ConfigError, LoggingSettings
+from cispo_jax.config import LoggingSettings
 
 
 class Writer:
@@ -28,10 +28,8 @@ class Writer:
 
             self._tensorboard = SummaryWriter(str(workdir / "tensorboard"))
         if settings.wandb:
-            try:
-                import wandb
-            except ImportError:
-                raise ConfigError("config.logging.wandb needs the wandb package: pip install wandb") from None
+            import wandb
+
             self._wandb = wandb.init(project=settings.wandb, dir=str(workdir), config=config, resume="allow")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
@@ -41,7 +39,8 @@ class Writer:
             file.write(json.dumps(line) + "\n")
         if self._tensorboard:
             for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+                if math.isfinite(value):
+                    self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         if self._wandb:
             self._wandb.log(values, step=step)
