@@ -212,3 +212,11 @@ def test_whole_numbers_become_floats_and_optional_settings_may_be_none():
 def test_profile_steps():
     assert profile_steps(ProfileSettings("3:5")) == range(3, 5)
     assert profile_steps(ProfileSettings()) == range(0)
+
+
+def test_a_missing_wandb_is_named_before_anything_else(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    page = default_config()
+    page.logging.wandb = "project"
+    with pytest.raises(ConfigError, match=r"config\.logging\.wandb.*pip install wandb"):
+        from_config_dict(page)

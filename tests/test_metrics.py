@@ -5,7 +5,7 @@ import json
 import pytest
 from etils import epath
 
-from cispo_jax.config import ConfigError, LoggingSettings
+from cispo_jax.config import LoggingSettings
 from cispo_jax.evaluation import write_records
 from cispo_jax.training.metrics import Writer, discard_after
 
@@ -114,11 +114,3 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
         found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         at += size + 16
     assert found == [(3, "loss", 0.5)]
-
-
-def test_a_missing_wandb_is_named(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"config\.logging\.wandb.*pip install wandb"):
-        Writer(epath.Path(tmp_path), LoggingSettings(tensorboard=False, wandb="project"), {})
