@@ -80,6 +80,8 @@ def set_from_text(page: dict[str, Any], name: str, text: str) -> None:
         value: Any = text if kind is str and not (kind is not hints[key] and text in ("None", "")) else _literal(text)
         if kind is bool and text.lower() in ("true", "false"):
             value = text.lower() == "true"
+        if kind is float and text.strip("+-").lower() in ("inf", "nan"):
+            value = float(text)  # to be refused as a number that is not finite
         page[key] = _convert(hints[key], value, name)
 
 

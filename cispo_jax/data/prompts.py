@@ -122,7 +122,9 @@ def _read_template(path: str) -> str:
         environment.compile(source)  # also knows the filters
         tree = environment.parse(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"config.data.template={path}, line {error.lineno}: {error.message}.") from error
+        raise ConfigError(
+            f"config.data.template={path}, line {error.lineno}: {str(error.message).rstrip('.')}."
+        ) from error
     used = sorted(jinja2.meta.find_undeclared_variables(tree))
     if not {"prompt", "messages", "example"} & set(used):  # else a typo would give every problem the same prompt
         raise ConfigError(
