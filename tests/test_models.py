@@ -400,7 +400,10 @@ def test_given_positions_are_used(qwen):
 # ---- decoding, dtype, rematerialisation
 
 
-@pytest.mark.parametrize("name", ["plain", "qwen2", "qwen3", "minimax", "mixed"])
+DECODED = ["plain", "minimax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mixed"))]
+
+
+@pytest.mark.parametrize("name", DECODED)
 def test_decoding_with_the_cache_is_forward(name):
     """A prefill of T columns, then one token at a time, for T around lightning attention's block; a prompt's pads stay out of sight."""
     block = 16
