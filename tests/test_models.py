@@ -296,7 +296,7 @@ def qwen():
     return debug_run.model(VARIANTS["qwen3"])
 
 
-@pytest.fixture(scope="module", params=["qwen3", "minimax"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("minimax", marks=pytest.mark.slow)])
 def model(request):
     """Both kinds of attention and both of feed-forward."""
     return debug_run.model(VARIANTS[request.param])

@@ -132,7 +132,7 @@ def test_one_file_and_another_dtype(tmp_path):
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"fsdp": 1, "expert": 4}, {"data": 2, "fsdp": 2}]
 )
-@pytest.mark.parametrize("name", ["qwen3_moe", "minimax"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("minimax", marks=pytest.mark.slow)])
 def test_straight_onto_shards_and_out_again(name, sizes, tmp_path):
     if name == "qwen3_moe" and "tensor" in sizes:
         name = "qwen2"  # one key head does not split
