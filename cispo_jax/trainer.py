@@ -95,9 +95,8 @@ def train(
     compare_config(workdir, to_dict(config))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     state = start_or_resume(run, checkpoints, workdir)
-    write_config(
-        workdir, to_dict(config)
-    )  # not before: settings that the checkpoint does not fit must not replace its own
+    # Not before: settings that the checkpoint does not fit must not replace its own.
+    write_config(workdir, to_dict(config))
     writer = Writer(workdir, config.logging, to_dict(config))
     metrics: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
