@@ -12,8 +12,8 @@ help:  ## this list
 demo: .venv/train.stamp  ## CISPO on a real language model: runs configs/quickstart.py
 	.venv/bin/python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-test: .venv/dev.stamp  ## the tests, less the slow ones
-	.venv/bin/python -m pytest -m "not slow"
+test: .venv/dev.stamp  ## the tests, less the slow ones; one process a core, at most four
+	.venv/bin/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/dev.stamp  ## format, lint and types
 	.venv/bin/ruff format --check .

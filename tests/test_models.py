@@ -437,7 +437,7 @@ def test_a_lightning_layer_remembers_one_state_whatever_the_room():
         assert keys.shape == values.shape == (2, 6, 7 + room, 2, 4) and keys.dtype == jnp.bfloat16
 
 
-@pytest.fixture(scope="module", params=[4, 1], ids=lambda T: f"T={T}")
+@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.slow)], ids=lambda T: f"T={T}")
 def grouped(request):
     """Two groups of four rows [left-padded prompt of width 5 | right-padded response of width T]."""
     S, T = 5, request.param

@@ -5,6 +5,9 @@
 Forward + backward of one layer's attention at 4k and 16k tokens (linear: 4 times; quadratic would be 16), and a decoded token of a
 model of two lightning layers with room for 1k and 64k tokens (its state has one size). Each round runs every length once, so that a
 busy machine slows all of them; printed are medians over the rounds and medians of the rounds' ratios.
+
+On 2 cores of an AMD EPYC, jax 0.10.2: training 16k / 4k tokens 4.00 x the time (0.519 / 0.132 s) and 2.89 x the temporary memory;
+a decoded token at 64k / 1k 1.00 x.
 """
 
 import argparse
