@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cispo_jax.config import ConfigError, MeshSettings
+from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
 
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
@@ -83,11 +83,34 @@ def check_divisible(abstract: Any, shardings: Any, mesh: Mesh) -> None:
                 )
 
 
-def sampling_shardings(abstract: Any, mesh: Mesh) -> Any:
-    """The sampling layout: replicated over data and fsdp, split over tensor (and expert), so that no token gathers a weight."""
-    rules = tuple((logical, None if axis in ("data", "fsdp") else axis) for logical, axis in RULES)
-    with nnx.logical_axis_rules(rules):
-        return nnx.get_named_sharding(abstract, mesh)
+def sampling_mesh(mesh: Mesh, settings: SamplingMeshSettings | None = None) -> Mesh:
+    """The devices of `mesh`, in their order, with all that split the parameters over fsdp on the data axis: no token gathers a weight.
+
+    The experts and the rest of the layers stay split over `settings.expert` and `settings.tensor` devices; 0: as in training.
+    """
+    expert, tensor = (getattr(settings, axis, 0) or mesh.shape[axis] for axis in ("expert", "tensor"))
+    if mesh.size % (expert * tensor):
+        raise ConfigError(
+            f"config.mesh.sampling.expert={expert} x config.mesh.sampling.tensor={tensor} does not divide the {mesh.size} devices; "
+            "valid are sizes whose product does (0: as in training)."
+        )
+    devices = mesh.devices.reshape(-1, 1, expert, tensor)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+class OnMesh:
+    """A function that is called, and lowered, where `jax.sharding.get_abstract_mesh()` gives the mesh: layers see how to split work."""
+
+    def __init__(self, mesh: Mesh, function: Any):
+        self.mesh, self.function = mesh, function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with jax.set_mesh(self.mesh):
+            return self.function(*args, **options)
+
+    def lower(self, *args: Any, **options: Any) -> Any:
+        with jax.set_mesh(self.mesh):
+            return self.function.lower(*args, **options)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -102,3 +125,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_devices(mesh: Mesh) -> int:
     """How many ways the rows of a batch are split: row counts must be a multiple of it."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH]))
+
+
+def shard_rows(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """Host rows split over the batch axes of the mesh; whole on every device where they do not divide."""
+    return jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))

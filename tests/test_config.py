@@ -12,10 +12,12 @@ from cispo_jax.config import (
     Config,
     ConfigError,
     ProfileSettings,
+    SamplingMeshSettings,
     checks,
     default_config,
     from_config_dict,
     profile_steps,
+    set_from_text,
     to_dict,
 )
 
@@ -80,6 +82,18 @@ def test_own_rewards_reload_from_config_json():
     assert from_config_dict(json.loads(json.dumps(to_dict(expected)))) == expected
 
 
+def test_a_section_inside_a_section():
+    page = default_config().to_dict()
+    set_from_text(page, "mesh.sampling.tensor", "4")
+    assert from_config_dict(page).mesh.sampling == SamplingMeshSettings(tensor=4)
+    with pytest.raises(
+        ConfigError, match=r"config.mesh.sampling.fsdp: unknown setting in section config.mesh.sampling"
+    ):
+        set_from_text(page, "mesh.sampling.fsdp", "4")
+    with pytest.raises(ConfigError, match=r"config.mesh.sampling=2: this is a section of settings"):
+        from_config_dict({**page, "mesh": {"sampling": 2}})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_a_page(page):
     text = page.read_text()
@@ -88,10 +102,15 @@ def test_a_page_is_a_page(page):
 
 
 def test_every_setting_has_a_default_of_its_type():
-    for section in dataclasses.fields(Config):
-        value = getattr(Config(), section.name)
-        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else []:
-            assert isinstance(getattr(value, field.name), int | float | str | bool | dict | None), field.name
+    def check(section):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if dataclasses.is_dataclass(value):
+                check(value)
+            else:
+                assert isinstance(value, int | float | str | bool | dict | None), field.name
+
+    check(Config())
     for name in (*checks.CHOICES, *checks.MINIMUM, *checks.POSITIVE, *checks.WHY):
         checks._get(Config(), name)  # the tables name settings that exist
 

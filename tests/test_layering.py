@@ -23,11 +23,11 @@ LAYERS = (
     ("config", "types", "sharding"),
     ("models",),
     ("weights", "sampling", "training", "data", "rewards"),
-    ("trainer", "evaluation", "building", "reporting"),
+    ("trainer", "evaluation", "building", "programs", "reporting"),
 )
 CORE = (*LAYERS[0], "types", "sampling.decode", "training.groups", "training.train_step", "trainer")
 # The core is handed functions (`forward`, `sample_fn`, `reward`).
-NOT_IN_CORE = ("models", "weights", "data", "rewards", "building")
+NOT_IN_CORE = ("models", "weights", "data", "rewards", "building", "programs")
 JAX = ("jax", "jaxlib", "chex", "flax", "optax", "orbax")
 
 FILES = {

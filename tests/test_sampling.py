@@ -1,6 +1,7 @@
 """The sampler: its record against the trainer's, keys, stopping, filters, draws, shapes."""
 
 import dataclasses
+import functools
 
 import compilations
 import debug_run
@@ -73,17 +74,17 @@ def test_the_record_is_the_trainers_for_every_kind_of_layer(family):
 def test_routers_and_norms_are_sampled_in_float32():
     """A router that rounds differently in the sampler than in the trainer chooses other experts."""
     model = debug_run.model(debug_run.FAMILIES["minimax"])
-    building = pytest.importorskip("cispo_jax.building")
-    cast = building._sampling_layout(jax.eval_shape(lambda: model), debug_run.mesh(), jnp.dtype("bfloat16"))(model)
+    programs = pytest.importorskip("cispo_jax.programs")
+    cast = programs.sampling_layout(jax.eval_shape(lambda: model), debug_run.mesh(), jnp.dtype("bfloat16"))(model)
     for name, leaf in jax.tree_util.tree_leaves_with_path(cast.layers):
         exact = any(word in jax.tree_util.keystr(name) for word in ("router", "norm"))
         assert leaf.dtype == (jnp.float32 if exact else jnp.bfloat16), name
 
 
 def test_bfloat16_record_stays_near_the_trainers(model):
-    """Norm scales away from 1 included: what the sampler is handed is what `building` casts."""
+    """Norm scales away from 1 included: what the sampler is handed is what `programs` casts."""
     settings = debug_run.config(model__dtype="bfloat16", mesh__fsdp=1)
-    to_sampling = pytest.importorskip("cispo_jax.building")._sampling_layout(
+    to_sampling = pytest.importorskip("cispo_jax.programs").sampling_layout(
         jax.eval_shape(lambda: model), debug_run.mesh(), jnp.dtype(settings.model.dtype)
     )
     rollout = sample(to_sampling(model), dtype=jnp.bfloat16)
@@ -198,10 +199,10 @@ def test_every_mesh_samples_the_same(sizes):
     config = dataclasses.replace(config, vocab_size=18)  # divides by 2
     model = debug_run.model(config)
     mesh = debug_run.mesh(**sizes)
-    layout = sharding.sampling_shardings(jax.eval_shape(lambda: model), mesh)
-    rows = sharding.batch_sharding(mesh)
-    rollout = sample(jax.device_put(model, layout), shard_rows=lambda x: jax.device_put(x, rows))
-    equal(rollout, sample(model))
+    mesh = sharding.sampling_mesh(mesh)
+    split = jax.device_put(model, sharding.state_shardings(jax.eval_shape(lambda: model), mesh))
+    on_mesh = sharding.OnMesh(mesh, functools.partial(sample, shard_rows=functools.partial(sharding.shard_rows, mesh)))
+    equal(on_mesh(split), sample(model))
 
 
 # ---- draws

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cispo_jax import sharding
-from cispo_jax.config import ConfigError, MeshSettings
+from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
 from cispo_jax.models import Transformer
 from cispo_jax.training.optimizer import make_optimizer
 from cispo_jax.training.train_step import init_state
@@ -90,20 +90,34 @@ def test_state_and_moments_share_their_shardings():
 
 def test_experts_are_split_over_the_expert_axis():
     abstract = jax.eval_shape(lambda: Transformer(debug_run.FAMILIES["mixtral"], key=jax.random.key(0)))
-    mesh = debug_run.mesh(expert=2, tensor=2)
-    for layout in (sharding.state_shardings, sharding.sampling_shardings):
-        found = specs(layout(abstract, mesh))
-        embed = "fsdp" if layout is sharding.state_shardings else None
-        assert find(found, "mlp", "gate") == find(found, "mlp", "up") == (None, "expert", embed, "tensor")
-        assert find(found, "mlp", "down") == (None, "expert", "tensor", embed)
-        assert find(found, "router") == (None, embed, None, None)
+    found = specs(sharding.state_shardings(abstract, debug_run.mesh(expert=2, tensor=2)))
+    assert find(found, "mlp", "gate") == find(found, "mlp", "up") == (None, "expert", "fsdp", "tensor")
+    assert find(found, "mlp", "down") == (None, "expert", "tensor", "fsdp")
+    assert find(found, "router") == (None, "fsdp", None, None)
 
 
 def test_the_sampling_layout_replicates_over_data_and_fsdp():
     abstract = jax.eval_shape(lambda: Transformer(debug_run.TINY, key=jax.random.key(0)))
-    found = specs(sharding.sampling_shardings(abstract, debug_run.mesh(data=1, fsdp=2, tensor=2)))
-    assert all("fsdp" not in tuple(spec) and "data" not in tuple(spec) for spec in found.values())
-    assert find(found, "gate") == (None, None, "tensor", None)
+    mesh = sharding.sampling_mesh(debug_run.mesh(data=1, fsdp=2, tensor=2))
+    assert dict(mesh.shape) == dict(data=2, fsdp=1, expert=1, tensor=2)
+    shape = abstract.layers[0].mlp.gate.shape
+    (layout,) = jax.tree.leaves(sharding.state_shardings(abstract, mesh).layers[0].mlp.gate)
+    assert layout.shard_shape(shape) == (*shape[:2], shape[2] // 2)
+
+
+@pytest.mark.parametrize(
+    "sizes, shape", [(dict(tensor=4), (1, 1, 1, 4)), (dict(expert=2, tensor=1), (2, 1, 2, 1)), ({}, (2, 1, 1, 2))]
+)
+def test_sampling_may_split_the_same_devices_otherwise(sizes, shape):
+    mesh = debug_run.mesh(fsdp=2, tensor=2)
+    sampling = sharding.sampling_mesh(mesh, SamplingMeshSettings(**sizes))
+    assert tuple(sampling.shape.values()) == shape
+    assert list(sampling.devices.flat) == list(mesh.devices.flat)
+
+
+def test_a_sampling_mesh_that_does_not_divide_names_its_settings():
+    with pytest.raises(ConfigError, match=r"config.mesh.sampling.tensor=3 does not divide the 4 devices"):
+        sharding.sampling_mesh(debug_run.mesh(fsdp=4), SamplingMeshSettings(tensor=3))
 
 
 def test_decoding_moves_no_weight_between_devices():
@@ -130,7 +144,7 @@ def test_decoding_moves_no_weight_between_devices():
         return max([int(np.prod([int(n) for n in size.split(",")])) for size in sizes], default=0)
 
     assert largest_moved(sharding.state_shardings(abstract, mesh)) >= 32 * 64  # the training layout gathers them
-    assert largest_moved(sharding.sampling_shardings(abstract, mesh)) < 32 * 8
+    assert largest_moved(sharding.state_shardings(abstract, sharding.sampling_mesh(mesh))) < 32 * 8
 
 
 def test_parameters_are_initialised_alike_on_every_mesh():

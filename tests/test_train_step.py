@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cispo_jax import building, masked, objectives, sharding
+from cispo_jax import masked, objectives, programs, sharding
 from cispo_jax.config import ObjectiveSettings, OptimizerSettings
 from cispo_jax.training.optimizer import make_optimizer
 from cispo_jax.training.train_step import init_state, make_score_step, make_train_step
@@ -302,7 +302,7 @@ def test_score_step_is_the_same_forward_in_pieces(model):
 def test_each_name_reaches_its_own_loss_with_its_own_defaults(settings, aggregation, cap):
     """O-04: no name falls through to another's formula."""
     notes = []
-    loss_fn, reduced, upper = building.resolve_objective(ObjectiveSettings(**settings), None, notes)
+    loss_fn, reduced, upper = programs.resolve_objective(ObjectiveSettings(**settings), None, notes)
     assert (reduced, upper) == (aggregation, cap) and not notes
     arrays = (jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -0.4]]), jnp.array([1.0]), jnp.ones((1, 2), bool))
     coefficients = jnp.array([[0.5, 0.5]])
@@ -317,7 +317,7 @@ def test_unified_takes_its_four_bounds():
     settings = ObjectiveSettings(
         name="unified", epsilon_low=0.1, epsilon_high=0.5, mask_epsilon_low=0.2, mask_epsilon_high=0.28
     )
-    loss_fn, _, _ = building.resolve_objective(settings, None, [])
+    loss_fn, _, _ = programs.resolve_objective(settings, None, [])
     ratios = np.array([0.5, 0.85, 1.0, 1.3, 2.0])
     arrays = (np.log(ratios)[None], np.zeros((1, 5)), np.ones(1), np.ones((1, 5), bool))
     gradient = jax.grad(lambda x: loss_fn(x, *arrays[1:], aggregation=jnp.ones((1, 5)))[0])(
@@ -328,7 +328,7 @@ def test_unified_takes_its_four_bounds():
 
 def test_unified_keeps_its_default_cap_when_only_the_floor_is_set():
     """An upper bound that nobody switched off must not vanish."""
-    loss_fn, _, _ = building.resolve_objective(ObjectiveSettings(name="unified", epsilon_low=0.5), None, [])
+    loss_fn, _, _ = programs.resolve_objective(ObjectiveSettings(name="unified", epsilon_low=0.5), None, [])
     gradient = jax.grad(
         lambda x: loss_fn(x, jnp.zeros((1, 1)), jnp.ones(1), jnp.ones((1, 1), bool), aggregation=jnp.ones((1, 1)))[0]
     )
@@ -337,5 +337,5 @@ def test_unified_keeps_its_default_cap_when_only_the_floor_is_set():
 
 def test_a_positive_lower_bound_warns_once():
     notes = []
-    building.resolve_objective(ObjectiveSettings(epsilon_low=0.2), None, notes)
+    programs.resolve_objective(ObjectiveSettings(epsilon_low=0.2), None, notes)
     assert len(notes) == 1 and "epsilon_low=0.2" in notes[0] and "0.8" in notes[0]

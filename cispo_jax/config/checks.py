@@ -22,6 +22,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 MINIMUM: dict[str, float] = {
     "seed": 0,
     "num_steps": 0,
+    "mesh.sampling.expert": 0,
+    "mesh.sampling.tensor": 0,
     "data.train_size": 1,
     "data.eval_size": 1,
     "data.max_prompt_tokens": 1,

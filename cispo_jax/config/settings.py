@@ -35,11 +35,20 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
+class SamplingMeshSettings:
+    """The same devices while they sample; what is left of them splits the prompts, and every one holds a whole copy of the rest."""
+
+    expert: int = 0  # devices that split the experts; 0 = as in training
+    tensor: int = 0  # devices that split heads, feed-forward and vocabulary; 0 = as in training
+
+
+@dataclass(frozen=True)
 class MeshSettings:
     data: int = 1  # devices that split the batch and replicate the parameters; -1 = what is left
     fsdp: int = -1  # devices that split the batch and the parameters
     expert: int = 1  # devices that split the experts (and the batch outside them)
     tensor: int = 1  # devices that split heads, feed-forward and vocabulary
+    sampling: SamplingMeshSettings = field(default_factory=SamplingMeshSettings)
 
 
 @dataclass(frozen=True)
