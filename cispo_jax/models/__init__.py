@@ -13,6 +13,7 @@ from cispo_jax.models.transformer import (
     hidden_states,
     prefill,
     response_states,
+    router_sums,
     segment_positions,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "hidden_states",
     "prefill",
     "response_states",
+    "router_sums",
     "segment_positions",
 ]
