@@ -101,7 +101,7 @@ def make_programs(
     def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
-        hidden_BTD = models.response_states(model, tokens_BX, padding_mask_BX, **options)
+        hidden_BTD = models.response_states(model, tokens_BX, padding_mask_BX, **options).hidden_BTD
         tokens_BT = tokens_BX[:, -response_width:]
         return fused_token_log_probs(
             hidden_BTD, models.head_matrix(model), tokens_BT, temperature=config.sampling.temperature

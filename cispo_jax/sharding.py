@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
@@ -122,7 +122,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def batch_devices(mesh: Mesh) -> int:
+def batch_devices(mesh: Mesh | AbstractMesh) -> int:
     """How many ways the rows of a batch are split: row counts must be a multiple of it."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH]))
 
@@ -130,3 +130,14 @@ def batch_devices(mesh: Mesh) -> int:
 def shard_rows(mesh: Mesh, x: np.ndarray) -> jax.Array:
     """Host rows split over the batch axes of the mesh; whole on every device where they do not divide."""
     return jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))
+
+
+def split_rows(x: jax.Array) -> jax.Array:
+    """Keeps the rows of an activation split over the batch axes of the mesh that the program is traced under, if there is one.
+
+    Left to itself, the compiler moves activations where it should gather weights. A number of rows that does not divide stays as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names) or len(x) % batch_devices(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(BATCH, *(None,) * (x.ndim - 1)))

@@ -44,7 +44,7 @@ def make_task():
 
 def log_probs_and_entropy(model, tokens, padding_mask):
     """log pi of the response tokens [B, T], and the entropy there. Position t predicts token t + 1: that is the only shift."""
-    hidden = models.hidden_states(model, tokens, padding_mask)[:, -MAX_NEW_TOKENS - 1 : -1]
+    hidden = models.hidden_states(model, tokens, padding_mask).hidden_BTD[:, -MAX_NEW_TOKENS - 1 : -1]
     return cispo_jax.fused_token_log_probs(
         hidden, models.head_matrix(model), tokens[:, -MAX_NEW_TOKENS:], temperature=TEMPERATURE
     )

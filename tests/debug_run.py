@@ -83,7 +83,7 @@ def model(config=TINY, seed=0) -> Transformer:
 def log_probs_fn(model, tokens, padding_mask, *, response_width, share=1, temperature=1.0, dtype=jnp.float32):
     """The trainer's: log-probs and entropy of the response tokens, shared prompts once."""
     options = dict(response_width=response_width, share=share, dtype=dtype)
-    hidden = models.response_states(model, tokens, padding_mask, **options)
+    hidden = models.response_states(model, tokens, padding_mask, **options).hidden_BTD
     return fused_token_log_probs(
         hidden, models.head_matrix(model), tokens[:, -response_width:], temperature=temperature
     )
@@ -91,7 +91,7 @@ def log_probs_fn(model, tokens, padding_mask, *, response_width, share=1, temper
 
 def plain_log_probs(model, tokens, padding_mask, width, *, temperature=1.0, dtype=jnp.float32):
     """The same by the book: every row whole, through `hidden_states`, shifted by one."""
-    hidden = models.hidden_states(model, tokens, padding_mask, dtype=dtype)[:, -width - 1 : -1]
+    hidden = models.hidden_states(model, tokens, padding_mask, dtype=dtype).hidden_BTD[:, -width - 1 : -1]
     return fused_token_log_probs(hidden, models.head_matrix(model), tokens[:, -width:], temperature=temperature)
 
 

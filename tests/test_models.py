@@ -409,7 +409,7 @@ def test_decoding_with_the_cache_is_forward(name):
     block = 16
     model = debug_run.model(dataclasses.replace(VARIANTS[name], lightning_block=block))
     rows = np.random.default_rng(0).integers(0, 17, (2, 3 * block + 8))
-    whole = np.asarray(jax.jit(hidden_states)(model, rows))
+    whole = np.asarray(jax.jit(hidden_states)(model, rows).hidden_BTD)
     start = jax.jit(prefill, static_argnames=("copies", "room"))
     step = jax.jit(decode_step)
     for T in (1, 7, block - 1, block, 3 * block + 5) if name == "minimax" else (7,):
@@ -452,8 +452,8 @@ def grouped(request):
 def states(model, tokens, mask, T, share):
     """Of whole rows (share = 0), or with each prompt once for every `share` rows."""
     if share:
-        return models.response_states(model, tokens, mask, response_width=T, share=share)
-    return hidden_states(model, tokens, mask)[:, -T - 1 : -1]
+        return models.response_states(model, tokens, mask, response_width=T, share=share).hidden_BTD
+    return hidden_states(model, tokens, mask).hidden_BTD[:, -T - 1 : -1]
 
 
 @pytest.mark.parametrize("share", [1, 4])
@@ -475,13 +475,13 @@ def test_bfloat16_computes_close_to_float32_and_ends_in_float32(qwen):
     exact = FORWARD(qwen, TOKENS)
     rounded = FORWARD(qwen, TOKENS, dtype=jnp.bfloat16)
     assert rounded.dtype == jnp.float32
-    assert jax.eval_shape(lambda m: hidden_states(m, TOKENS, dtype=jnp.bfloat16), qwen).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda m: hidden_states(m, TOKENS, dtype=jnp.bfloat16), qwen).hidden_BTD.dtype == jnp.bfloat16
     error = np.abs(rounded - exact).mean() / np.abs(exact).mean()
     assert 1e-4 < error < 3e-2
 
 
 def test_rematerialisation_changes_no_gradient(qwen):
-    loss = lambda m, remat: jnp.sum(hidden_states(m, TOKENS, remat=remat) ** 2)
+    loss = lambda m, remat: jnp.sum(hidden_states(m, TOKENS, remat=remat).hidden_BTD ** 2)
     plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(qwen, remat) for remat in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), plain, again)
     jaxpr = lambda remat: str(jax.make_jaxpr(jax.grad(lambda m: loss(m, remat)))(qwen))

@@ -11,6 +11,7 @@ from test_models import oracle
 
 from cispo_jax import sharding
 from cispo_jax.models import forward
+from cispo_jax.models.dispatch import Experts
 from cispo_jax.models.moe import MoeMlp, dense_experts
 
 MIXTRAL, RAW = debug_run.FAMILIES["mixtral"], debug_run.FAMILIES["qwen3_moe"]
@@ -23,6 +24,10 @@ def layer(config=MIXTRAL):
     return jax.tree.map(lambda leaf: leaf[0], debug_run.model(config).layers[0].mlp)
 
 
+def weights(mlp) -> Experts:
+    return Experts(mlp.gate[...], mlp.up[...], mlp.down[...])
+
+
 def inputs(T=12, D=16, seed=0):
     return np.random.default_rng(seed).normal(size=(T, D)).astype(np.float32)
 
@@ -33,7 +38,7 @@ def inputs(T=12, D=16, seed=0):
 @pytest.mark.parametrize("config", [MIXTRAL, RAW], ids=["normalized", "raw"])
 def test_gates_are_probabilities_of_the_likeliest_experts(config):
     mlp, x = layer(config), inputs()
-    gates, ids = mlp.route(x)
+    gates, ids, *_ = mlp.route(x)
     logits = x.astype(np.float64) @ np.asarray(mlp.router[...], np.float64)
     p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     expected_ids = np.argsort(-p, axis=1)[:, :2]
@@ -49,22 +54,22 @@ def test_a_replayed_selection_has_todays_gates_and_gradients(config):
     """Only the selection is given (O-25): the router's gradient is not 0."""
     mlp, x = layer(config), inputs()
     given = np.random.default_rng(1).permuted(np.tile(np.arange(4), (12, 1)), axis=1)[:, :2]
-    gates, ids = mlp.route(x, given)
+    gates, ids, *_ = mlp.route(x, given)
     np.testing.assert_array_equal(ids, given)
     logits = x @ np.asarray(mlp.router[...])
     p = np.take_along_axis(np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True), given, axis=1)
     np.testing.assert_allclose(gates, p / p.sum(axis=1, keepdims=True) if config is MIXTRAL else p, rtol=1e-4)
-    gradient = jax.grad(lambda m: jnp.sum(m(x[None], given[None]) ** 2))(mlp)
+    gradient = jax.grad(lambda m: jnp.sum(m(x[None], None, given[None])[0] ** 2))(mlp)
     assert np.abs(gradient.router[...]).max() > 1e-3
 
 
 @pytest.mark.parametrize("sentinel", [np.int8(-1), np.uint8(255), np.uint16(65535), np.int32(4)])
 def test_a_token_without_a_record_is_routed_anew(sentinel):
     mlp, x = layer(), inputs()
-    own_gates, own = mlp.route(x)
+    own_gates, own, *_ = mlp.route(x)
     given = np.array(own[:, ::-1]).astype(sentinel.dtype)
     given[[2, 5]] = sentinel
-    gates, ids = mlp.route(x, given)
+    gates, ids, *_ = mlp.route(x, given)
     unrecorded = np.isin(np.arange(12), [2, 5])
     np.testing.assert_array_equal(ids, np.where(unrecorded[:, None], own, own[:, ::-1]))
     np.testing.assert_allclose(gates, np.where(unrecorded[:, None], own_gates, own_gates[:, ::-1]), rtol=1e-6)
@@ -75,7 +80,7 @@ def test_a_given_selection_of_hopeless_experts_stays_finite():
     mlp = layer()
     mlp.router = type(mlp.router)(jnp.zeros((16, 4)).at[0, 0].set(300.0))
     given = np.tile([2, 3], (12, 1))
-    gates, _ = mlp.route(np.ones((12, 16), np.float32), given)
+    gates, *_ = mlp.route(np.ones((12, 16), np.float32), given)
     np.testing.assert_allclose(gates, 0.5)
 
 
@@ -119,13 +124,15 @@ def by_hand(mlp, x, gates, ids):
 
 def test_dense_experts_are_the_gated_sum():
     mlp, x, (gates, ids) = layer(), inputs(), chosen()
-    np.testing.assert_allclose(dense_experts(mlp, x, gates, ids), by_hand(mlp, x, gates, ids), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        dense_experts(weights(mlp), x, gates, ids), by_hand(mlp, x, gates, ids), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_exactly_zero():
     mlp, x, (gates, _) = layer(), inputs(), chosen()
     ids = np.tile([0, 2], (12, 1))
-    gradient = jax.jit(jax.grad(lambda m: jnp.sum(dense_experts(m, x, gates, ids) ** 2)))(mlp)
+    gradient = jax.jit(jax.grad(lambda m: jnp.sum(dense_experts(weights(m), x, gates, ids) ** 2)))(mlp)
     for leaf in (gradient.gate[...], gradient.up[...], gradient.down[...]):
         assert np.abs(leaf[0]).max() > 0 and np.abs(leaf[2]).max() > 0
         assert not np.asarray(leaf[1]).any() and not np.asarray(leaf[3]).any()
@@ -136,7 +143,7 @@ def test_no_array_holds_every_token_for_every_expert():
     config = dataclasses.replace(MIXTRAL, num_experts=8, embed_dim=4, expert_dim=16)
     mlp = jax.eval_shape(lambda: MoeMlp(config, key=jax.random.key(0)))
     x = jax.ShapeDtypeStruct((1, 100, 4), jnp.float32)
-    gradient = jax.grad(lambda m, x: jnp.sum(m(x) ** 2), argnums=(0, 1))
+    gradient = jax.grad(lambda m, x: jnp.sum(m(x)[0] ** 2), argnums=(0, 1))
     sizes = []
 
     def walk(jaxpr):

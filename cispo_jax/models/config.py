@@ -34,6 +34,8 @@ class TransformerConfig:
     experts_per_token: int = 0  # K
     expert_dim: int = 0  # F of one expert
     normalize_gates: bool = True  # the gates of the K chosen experts sum to 1
+    router_scores: str = "softmax"  # over all experts | sigmoid of each logit
+    shared_expert_dim: int = 0  # F of an expert that every token takes; 0 = none
     postnorm: bool = False  # the residual branches off after the norm, not before it (MiniMax)
     softmax_residual: tuple[float, float] = (1.0, 1.0)  # (alpha, beta): alpha x residual + beta x output
     lightning_residual: tuple[float, float] = (1.0, 1.0)
@@ -59,6 +61,8 @@ class TransformerConfig:
             raise ValueError(
                 f"num_layers={self.num_layers} is not a multiple of the period {self.period} of attention and mlp"
             )
+        if self.router_scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"router_scores={self.router_scores!r}: the kinds are softmax and sigmoid")
         if "moe" in self.mlp and not 0 < self.experts_per_token <= self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} must be 1 to num_experts={self.num_experts}")
 

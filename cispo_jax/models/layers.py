@@ -60,15 +60,16 @@ def rotate(x_BTNH: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 class Mlp(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x) (arXiv:2002.05202)."""
 
-    def __init__(self, config: TransformerConfig, *, key: jax.Array):
-        D, F = config.embed_dim, config.mlp_dim
+    def __init__(self, config: TransformerConfig, *, key: jax.Array, mlp_dim: int | None = None):
+        D, F = config.embed_dim, config.mlp_dim if mlp_dim is None else mlp_dim
         keys = jax.random.split(key, 3)
         self.gate = param(keys[0], normal, (D, F), ("embed", "mlp"))
         self.up = param(keys[1], normal, (D, F), ("embed", "mlp"))
         self.down = param(keys[2], normal, (F, D), ("mlp", "embed"))
 
-    def __call__(self, x_BTD: jax.Array, expert_ids_BTK: jax.Array | None = None) -> jax.Array:
-        return swiglu(x_BTD, self.gate[...], self.up[...], self.down[...])
+    def __call__(self, x_BTD: jax.Array, *routed: jax.Array | None) -> tuple[jax.Array, None]:
+        """Output [..., D]; nothing is routed here."""
+        return swiglu(x_BTD, self.gate[...], self.up[...], self.down[...]), None
 
 
 def swiglu(x: jax.Array, *weights: jax.Array) -> jax.Array:

@@ -19,8 +19,8 @@ from cispo_jax.models.attention import Attention
 from cispo_jax.models.config import TransformerConfig
 from cispo_jax.models.layers import Mlp, Span, mix, normal, ones, rms_norm, rotary_angles
 from cispo_jax.models.lightning import LightningAttention, slopes
-from cispo_jax.models.moe import MoeMlp
-from cispo_jax.sharding import param
+from cispo_jax.models.moe import NO_EXPERT, MoeMlp, Routing
+from cispo_jax.sharding import param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
 MLP: dict[str, Any] = {"dense": Mlp, "moe": MoeMlp}
@@ -30,10 +30,20 @@ class Cache(NamedTuple):
     """What attention remembers of the tokens so far, for each place of the period and stacked over its layers.
 
     Softmax: keys and values, column = slot, `mask` says which slots hold a token (rows advance together). Lightning: its state.
+    Where it was asked for, the experts that each token took in each layer (`NO_EXPERT`: none).
     """
 
     memory: tuple[Any, ...]
     mask_BS: jax.Array
+    expert_ids_BSLK: jax.Array | None = None
+
+
+class States(NamedTuple):
+    """What running whole sequences gives."""
+
+    hidden_BTD: jax.Array  # normalised, before the head
+    memory: tuple[Any, ...] | None  # of a `Cache`, where it was asked for
+    routing: tuple[Routing | None, ...]  # for each place of the period, stacked over its layers; None: no experts there
 
 
 class Block(nnx.Module):
@@ -50,16 +60,17 @@ class Block(nnx.Module):
         self.mlp_norm = param(None, ones, (config.embed_dim,), ("norm",))
         self.mlp = MLP[mlp](config, key=mlp_key)
 
-    def __call__(self, x_BTD: jax.Array, attend, expert_ids_BTK: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Output [B, T, D] and what `attend(attention, normed x)` returns beside its output."""
+    def __call__(self, x_BTD: jax.Array, attend, *routed: jax.Array | None) -> tuple[jax.Array, Any, Routing | None]:
+        """Output [B, T, D], what `attend(attention, normed x)` returns beside its output, what the router did (`routed`: its input)."""
         with jax.named_scope("attention"):
             normed = rms_norm(x_BTD, self.attention_norm[...], self.eps)
             output, memory = attend(self.attention, normed)
             x_BTD = mix(normed if self.postnorm else x_BTD, output, self.attention_factors)
         with jax.named_scope("mlp"):
             normed = rms_norm(x_BTD, self.mlp_norm[...], self.eps)
-            output = self.mlp(normed, expert_ids_BTK)
-            return mix(normed if self.postnorm else x_BTD, output, self.mlp_factors), memory
+            output, routing = self.mlp(normed, *routed)
+            x_BTD = mix(normed if self.postnorm else x_BTD, output, self.mlp_factors)
+        return split_rows(x_BTD), memory, routing
 
 
 class Transformer(nnx.Module):
@@ -87,10 +98,8 @@ class Transformer(nnx.Module):
     def head_matrix(self) -> jax.Array:
         return head_matrix(self)
 
-    def prefill(
-        self, tokens_PS: jax.Array, mask_PS: jax.Array, *, copies: int, room: int, dtype
-    ) -> tuple[jax.Array, Cache]:
-        return prefill(self, tokens_PS, mask_PS, copies=copies, room=room, dtype=dtype)
+    def prefill(self, tokens_PS: jax.Array, mask_PS: jax.Array, **options) -> tuple[jax.Array, Cache]:
+        return prefill(self, tokens_PS, mask_PS, **options)
 
     def decode_step(self, token_B: jax.Array, position_B: jax.Array, cache: Cache, slot: jax.Array, *, dtype):
         return decode_step(self, token_B, position_B, cache, slot, dtype=dtype)
@@ -112,8 +121,8 @@ def hidden_states(
     dtype=jnp.float32,
     remat: bool = False,
     return_cache: bool = False,
-):
-    """Normalised hidden states [B, T, D] before the head, and with `return_cache` the memory of a `Cache`.
+) -> States:
+    """Whole sequences through all layers.
 
     Args:
       tokens_BT: token ids.
@@ -136,24 +145,33 @@ def hidden_states(
     span = Span(rotary_angles(positions_BT, model.config), run_BT, run_BT, start_BT)
 
     def layer(block: Block, x_BTD, slope_N, expert_ids_BTK):
-        return block(x_BTD, lambda attention, x_BTD: attention(x_BTD, span, slope_N), expert_ids_BTK)
+        return block(x_BTD, lambda attention, x_BTD: attention(x_BTD, span, slope_N), real_BT, expert_ids_BTK)
 
     layer = jax.checkpoint(layer) if remat else layer
 
     def period(x_BTD, inputs):
-        memory = []
+        memory, routing = [], []
         for block, *constants in zip(*inputs, strict=True):
-            x_BTD, of_layer = layer(block, x_BTD, *constants)
+            x_BTD, of_layer, routed = layer(block, x_BTD, *constants)
             memory.append(of_layer)
-        return x_BTD, tuple(memory) if return_cache else None
+            routing.append(routed)
+        return x_BTD, (tuple(memory) if return_cache else None, tuple(routing))
 
-    experts = [None] * model.config.period
-    if expert_ids_BTLK is not None:
-        experts = _by_place(jnp.moveaxis(expert_ids_BTLK, 2, 0), model.config)
+    experts = _replayed(expert_ids_BTLK, model.config)
     inputs = (list(model.layers), _by_place(slopes(model.config), model.config), experts)
-    x_BTD, memory = jax.lax.scan(period, model.embedding[...][tokens_BT].astype(dtype), inputs)
-    x_BTD = rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps)
-    return (x_BTD, memory) if return_cache else x_BTD
+    x_BTD, (memory, routing) = jax.lax.scan(period, embed(model, tokens_BT, dtype), inputs)
+    return States(rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), memory, routing)
+
+
+def embed(model: Transformer, tokens_BT: jax.Array, dtype) -> jax.Array:
+    return split_rows(model.embedding[...][tokens_BT].astype(dtype))
+
+
+def _replayed(expert_ids_BTLK: jax.Array | None, config: TransformerConfig) -> list:
+    """A selection by layer as input of a loop over periods."""
+    if expert_ids_BTLK is None:
+        return [None] * config.period
+    return _by_place(jnp.moveaxis(expert_ids_BTLK, 2, 0), config)
 
 
 def _by_place(x_L, config: TransformerConfig) -> list:
@@ -168,13 +186,15 @@ def response_states(
     *,
     response_width: int,
     share: int = 1,
+    expert_ids_BXLK: jax.Array | None = None,
     dtype=jnp.float32,
     remat: bool = False,
-) -> jax.Array:
+) -> States:
     """Hidden states [B, T, D] of the positions that predict the response tokens, running each shared prompt once.
 
-    Equal to `hidden_states(...)[:, S-1:-1]`, for rows [prompt | response] of widths S + T whose prompts are equal in each run of `share`
-    rows (the G responses of a group): S + G T tokens are computed in place of G (S + T). The last token is never fed.
+    Equal to those of `hidden_states` at [:, S-1:-1], for rows [prompt | response] of widths S + T whose prompts are equal in each run of
+    `share` rows (the G responses of a group): S + G T tokens are computed in place of G (S + T). The last token is never fed. The sums
+    of the routing count a prompt's tokens G times; its `expert_ids_BTK` and `replaced_BT` are those of the responses [B, T-1].
     """
     S, T = tokens_BX.shape[1] - response_width, response_width
     mask_BX = padding_mask_BX.astype(bool)
@@ -187,24 +207,30 @@ def response_states(
         for part, seen in ((prompt, prompt(segment_BX)), (response, segment_BX))
     )
 
-    def layer(block: Block, x_PSD, x_BTD, slope_N):
-        x_PSD, memory = block(x_PSD, lambda attention, x_PSD: attention(x_PSD, span_P, slope_N))
+    def layer(block: Block, x_PSD, x_BTD, slope_N, ids_PSK, ids_BTK):
+        attend = lambda attention, x_PSD: attention(x_PSD, span_P, slope_N)
+        x_PSD, memory, of_prompts = block(x_PSD, attend, share * prompt(mask_BX), ids_PSK)
         memory = jax.tree.map(lambda x: jnp.repeat(x, share, axis=0), memory)
-        x_BTD, _ = block(x_BTD, lambda attention, x_BTD: attention(x_BTD, span_B, slope_N, memory))
-        return x_PSD, x_BTD
+        attend = lambda attention, x_BTD: attention(x_BTD, span_B, slope_N, memory)
+        x_BTD, _, routing = block(x_BTD, attend, response(mask_BX), ids_BTK)
+        return x_PSD, x_BTD, None if routing is None else routing.plus(of_prompts)
 
     layer = jax.checkpoint(layer) if remat else layer
 
     def period(x, inputs):
-        for block, slope_N in zip(*inputs, strict=True):
-            x = layer(block, *x, slope_N)
-        return x, None
+        routing = []
+        for block, *constants in zip(*inputs, strict=True):
+            *x, routed = layer(block, *x, *constants)
+            routing.append(routed)
+        return tuple(x), tuple(routing)
 
-    x = tuple(model.embedding[...][part(tokens_BX)].astype(dtype) for part in (prompt, response))
-    inputs = (list(model.layers), _by_place(slopes(model.config), model.config))
-    (x_PSD, x_BTD), _ = jax.lax.scan(period, x, inputs)
+    parts = (prompt, response)
+    ids = (_replayed(None if expert_ids_BXLK is None else part(expert_ids_BXLK), model.config) for part in parts)
+    x = tuple(embed(model, part(tokens_BX), dtype) for part in parts)
+    inputs = (list(model.layers), _by_place(slopes(model.config), model.config), *ids)
+    (x_PSD, x_BTD), routing = jax.lax.scan(period, x, inputs)
     x_BTD = jnp.concatenate([jnp.repeat(x_PSD[:, -1:], share, axis=0), x_BTD], axis=1)
-    return rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps)
+    return States(rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), None, routing)
 
 
 def segment_starts(segment_ids_BT: jax.Array) -> jax.Array:
@@ -244,23 +270,43 @@ def forward(
         positions_BT=positions_BT,
         expert_ids_BTLK=expert_ids_BTLK,
         dtype=dtype,
-    )
+    ).hidden_BTD
     return head_logits(hidden, head_matrix(model))
 
 
 def prefill(
-    model: Transformer, tokens_PS: jax.Array, mask_PS: jax.Array, *, copies: int, room: int, dtype=jnp.float32
+    model: Transformer,
+    tokens_PS: jax.Array,
+    mask_PS: jax.Array,
+    *,
+    copies: int,
+    room: int,
+    record: bool = False,
+    dtype=jnp.float32,
 ) -> tuple[jax.Array, Cache]:
     """Runs P prompts once and repeats each one's cache for its `copies` responses, with `room` columns for their tokens.
 
-    Returns the hidden states [P x copies, D] of the last prompt token (prompts are left-padded) and the cache of those rows.
+    Returns the hidden states [P x copies, D] of the last prompt token (prompts are left-padded) and the cache of those rows; with
+    `record` it keeps the experts that each token takes.
     """
-    hidden_PSD, memory = hidden_states(model, tokens_PS, mask_PS, dtype=dtype, return_cache=True)
+    hidden_PSD, memory, routing = hidden_states(model, tokens_PS, mask_PS, dtype=dtype, return_cache=True)
     memory = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=1), memory)
     kinds = [ATTENTION[model.config.kinds(place)[0]] for place in range(model.config.period)]
     memory = tuple(kind.with_room(stacked, room) for kind, stacked in zip(kinds, memory, strict=True))
     mask_BS = jnp.pad(jnp.repeat(mask_PS, copies, axis=0), ((0, 0), (0, room)))
-    return jnp.repeat(hidden_PSD[:, -1], copies, axis=0), Cache(memory, mask_BS)
+    expert_ids_BSLK = None
+    if record:
+        ids_PSLK = jnp.moveaxis(expert_ids(routing, model.config), 0, 2)
+        pad = ((0, 0), (0, room), (0, 0), (0, 0))
+        expert_ids_BSLK = jnp.pad(jnp.repeat(ids_PSLK, copies, axis=0), pad, constant_values=NO_EXPERT)
+    return jnp.repeat(hidden_PSD[:, -1], copies, axis=0), Cache(memory, mask_BS, expert_ids_BSLK)
+
+
+def expert_ids(routing: tuple[Routing | None, ...], config: TransformerConfig) -> jax.Array:
+    """The experts [L, B, T, K] that each token took in each layer; `NO_EXPERT` in layers that have none."""
+    shape, dtype = next(of_place.expert_ids_BTK for of_place in routing if of_place is not None).shape, jnp.int16
+    of_places = [jnp.full(shape, NO_EXPERT, dtype) if r is None else r.expert_ids_BTK for r in routing]
+    return jnp.stack(of_places, axis=1).reshape(config.num_layers, *shape[1:])
 
 
 def decode_step(
@@ -280,18 +326,21 @@ def decode_step(
         return block(x_BTD, lambda attention, x_BTD: attention.step(x_BTD, span, slope_N, stacked, index, slot))
 
     def period(index, carry):
-        x_BTD, memory = carry
+        x_BTD, memory, ids_BSLK = carry
         of_period = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), inputs)
         remembered = []
-        for block, slope_N, stacked in zip(*of_period, memory, strict=True):
-            x_BTD, stacked = layer(index, block, x_BTD, slope_N, stacked)
+        for place, (block, slope_N, stacked) in enumerate(zip(*of_period, memory, strict=True)):
+            x_BTD, stacked, routing = layer(index, block, x_BTD, slope_N, stacked)
             remembered.append(stacked)
-        return x_BTD, tuple(remembered)
+            if ids_BSLK is not None and routing is not None:
+                at = (0, slot, index * model.config.period + place, 0)
+                ids_BSLK = jax.lax.dynamic_update_slice(ids_BSLK, routing.expert_ids_BTK[:, :, None], at)
+        return x_BTD, tuple(remembered), ids_BSLK
 
-    carry = (model.embedding[...][token_B][:, None].astype(dtype), cache.memory)
-    x_BTD, memory = jax.lax.fori_loop(0, model.config.num_layers // model.config.period, period, carry)
+    carry = (embed(model, token_B[:, None], dtype), cache.memory, cache.expert_ids_BSLK)
+    x_BTD, *remembered = jax.lax.fori_loop(0, model.config.num_layers // model.config.period, period, carry)
     hidden_BD = rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps)[:, 0]
-    return hidden_BD, Cache(memory, mask_BS)
+    return hidden_BD, Cache(remembered[0], mask_BS, remembered[1])
 
 
 class ParameterCounts(NamedTuple):
