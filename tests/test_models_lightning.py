@@ -136,7 +136,9 @@ def test_decay_is_slower_in_deeper_layers_and_later_heads():
 def test_the_layer_computes_states_in_float32_also_in_bfloat16():
     config = debug_run.FAMILIES["lightning"]
     layer = functools.partial(LightningAttention, config)
-    span = debug_run.models.layers.Span((None, None), None, jnp.ones((1, 5), bool), jnp.zeros((1, 5), bool))
+    span = debug_run.models.layers.Span(
+        (None, None), jnp.ones((1, 5), int), jnp.ones((1, 5), int), jnp.zeros((1, 5), bool)
+    )
     run = lambda key: layer(key=key)(jnp.ones((1, 5, 16), jnp.bfloat16), span, jnp.ones(4))
     output, state = jax.eval_shape(run, jax.random.key(0))
     assert output.dtype == jnp.bfloat16 and state.dtype == jnp.float32

@@ -33,11 +33,11 @@ def mix(residual: jax.Array, output: jax.Array, factors: tuple[float, float]) ->
 
 
 class Span(NamedTuple):
-    """What attention must know of the columns that it is given."""
+    """What attention must know of the columns that it is given: a token sees those of its own segment, up to itself."""
 
     rotary: tuple[jax.Array, jax.Array]
-    allowed_BTS: jax.Array  # which columns a token sees: those remembered from before, then the given ones
-    real_BT: jax.Array  # not a pad
+    segment_BT: jax.Array  # int32: which segment of its row a token belongs to, 0 = pad
+    segment_BS: jax.Array  # the same of all columns that may be seen: those remembered from before, then the given ones
     start_BT: jax.Array  # first token of a segment
 
 

@@ -48,7 +48,7 @@ class LightningAttention(nnx.Module):
         """Output [B, T, D] and the state [B, N, H, H] after these columns; `memory` is the state before them."""
         query, key, value = self.project(x_BTD)
         heads, state = lightning_attention(
-            query, key, value, slope_N, span.real_BT, span.start_BT, memory, block=self.block
+            query, key, value, slope_N, span.segment_BT > 0, span.start_BT, memory, block=self.block
         )
         return self.combine(heads, x_BTD), state
 

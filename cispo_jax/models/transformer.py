@@ -142,10 +142,8 @@ def hidden_states(
     if positions_BT is None:
         positions_BT = segment_positions(segment_ids_BT)
     real_BT, start_BT = segment_ids_BT > 0, segment_starts(segment_ids_BT)
-    run_BT = jnp.cumsum(start_BT, axis=1)
-    same_BTS = (run_BT[:, :, None] == run_BT[:, None, :]) & real_BT[:, None, :]
-    allowed_BTS = same_BTS & jnp.tril(jnp.ones((T, T), bool))[None]
-    span = Span(rotary_angles(positions_BT, model.config), allowed_BTS, real_BT, start_BT)
+    run_BT = jnp.where(real_BT, jnp.cumsum(start_BT, axis=1), 0)  # ids may come again in a row, runs are counted
+    span = Span(rotary_angles(positions_BT, model.config), run_BT, run_BT, start_BT)
 
     def layer(block: Block, x_BTD, slope_N, expert_ids_BTK):
         return block(x_BTD, lambda attention, x_BTD: attention(x_BTD, span, slope_N), real_BT, expert_ids_BTK)
@@ -204,13 +202,10 @@ def response_states(
     positions_BX = jnp.maximum(jnp.cumsum(mask_BX, axis=1) - 1, 0)
     prompt = lambda x_BX: x_BX[::share, :S]
     response = lambda x_BX: x_BX[:, S : S + T - 1]
-    causal_PSS = jnp.tril(jnp.ones((S, S), bool))[None] & prompt(mask_BX)[:, None, :]
-    seen_BTS = jnp.broadcast_to(mask_BX[:, None, :S], (len(mask_BX), T - 1, S))
-    own_BTT = jnp.tril(jnp.ones((T - 1, T - 1), bool))[None] & response(mask_BX)[:, None, :]
-    allowed_BTX = jnp.concatenate([seen_BTS, own_BTT], axis=2)
+    segment_BX = mask_BX[:, :-1].astype(jnp.int32)
     span_P, span_B = (
-        Span(rotary_angles(part(positions_BX), model.config), allowed, part(mask_BX), jnp.zeros_like(part(mask_BX)))
-        for part, allowed in ((prompt, causal_PSS), (response, allowed_BTX))
+        Span(rotary_angles(part(positions_BX), model.config), part(segment_BX), seen, part(jnp.zeros_like(mask_BX)))
+        for part, seen in ((prompt, prompt(segment_BX)), (response, segment_BX))
     )
 
     def layer(block: Block, x_PSD, x_BTD, slope_N, ids_PSK, ids_BTK):
@@ -342,7 +337,8 @@ def decode_step(
     """
     token = jnp.ones((len(token_B), 1), bool)
     mask_BS = jax.lax.dynamic_update_slice(cache.mask_BS, token, (0, slot))
-    span = Span(rotary_angles(position_B[:, None], model.config), mask_BS[:, None, :], token, jnp.zeros_like(token))
+    segments = (token.astype(jnp.int32), mask_BS.astype(jnp.int32))
+    span = Span(rotary_angles(position_B[:, None], model.config), *segments, jnp.zeros_like(token))
     inputs = (list(model.layers), _by_place(jnp.asarray(slopes(model.config)), model.config))
 
     def layer(index, block: Block, x_BTD, slope_N, stacked):
