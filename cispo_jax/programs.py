@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,8 @@ def make_programs(
 
     def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share, expert_ids=None):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
+        # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
+        share = math.gcd(share, max(1, len(tokens_BX) // sharding.batch_devices(mesh)))
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
         states = models.response_states(model, tokens_BX, padding_mask_BX, expert_ids_BXLK=expert_ids, **options)
         tokens_BT = tokens_BX[:, -response_width:]
