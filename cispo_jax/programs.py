@@ -80,12 +80,13 @@ def make_programs(
     loss_fn, aggregation, cap = objective or resolve_objective(config.objective, None, [])
     _check_rows(config, sharding.batch_devices(mesh))
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
+    sharding.check_divisible(architecture, mesh)
+    sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling")
     optimizer = make_optimizer(config.optimizer)
     dtype = jnp.dtype(config.model.dtype)
     key = jax.random.key(config.seed)
     abstract = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=key), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
-    sharding.check_divisible(abstract.model, shardings.model, mesh)
 
     sampler = sample_groups if sample_fn is None else sample_fn
     layout = {

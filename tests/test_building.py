@@ -50,7 +50,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 @pytest.mark.parametrize("sizes", [dict(tensor=2, fsdp=2), dict(tensor=4, fsdp=1), dict(fsdp=4)])
 def test_a_mesh_works_or_is_refused_by_name(monkeypatch, sizes):
     """Heads or a vocabulary that do not split over `tensor` must not end in a traceback of XLA's."""
-    monkeypatch.undo()
+    debug_run.on_devices(monkeypatch, 4)
     changes = {f"mesh__{axis}": size for axis, size in sizes.items()}
     try:
         run = debug_run.build(debug_run.config(**changes))
@@ -60,7 +60,7 @@ def test_a_mesh_works_or_is_refused_by_name(monkeypatch, sizes):
 
 
 def test_rows_that_do_not_split_over_the_devices_are_refused(monkeypatch):
-    monkeypatch.undo()
+    debug_run.on_devices(monkeypatch, 4)
     refused("config.sampling.group_size=3", "4", mesh__fsdp=4, sampling__group_size=3)
 
 

@@ -64,7 +64,7 @@ def load_model(
     shardings = None
     if mesh is not None:
         shardings = state_shardings(abstract, mesh)
-        check_divisible(abstract, shardings, mesh)
+        check_divisible(config, mesh)
     with checkpoint:
         return read_tree(abstract, layout.leaves(config), checkpoint, shardings=shardings, dtype=dtype), config
 
