@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cispo_jax import distributed
 from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -106,7 +107,7 @@ class OnMesh:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
-            return self.function(*args, **options)
+            return distributed.settle(self.function(*args, **options))
 
     def lower(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
@@ -129,4 +130,4 @@ def batch_devices(mesh: Mesh) -> int:
 
 def shard_rows(mesh: Mesh, x: np.ndarray) -> jax.Array:
     """Host rows split over the batch axes of the mesh; whole on every device where they do not divide."""
-    return jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))
+    return distributed.from_host(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))

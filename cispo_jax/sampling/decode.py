@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cispo_jax.config import ConfigError
+from cispo_jax.distributed import to_host
 from cispo_jax.log_probs import head_logits
 from cispo_jax.types import FINISH_REASONS, Rollout
 
@@ -59,7 +60,7 @@ def sample_groups(
       shard_rows: puts a host array of P rows on the device(s).
 
     Returns:
-      A `Rollout` in host memory, rows prompt-major.
+      A `Rollout` in host memory, rows prompt-major; with several processes whole on each of them.
 
     Raises:
       ConfigError: a cache that would overflow, an empty prompt, a prompt longer than prompt_width or with ids that the model has not,
@@ -115,7 +116,7 @@ def sample_groups(
         top_k=top_k,
         dtype=jnp.dtype(dtype).name,
     )
-    response_tokens, response_mask, log_probs, stopped = jax.device_get(sampled)
+    response_tokens, response_mask, log_probs, stopped = map(to_host, sampled)
     return Rollout(
         prompt_tokens=np.repeat(tokens_PS, group_size, axis=0),
         prompt_mask=np.repeat(mask_PS, group_size, axis=0),
