@@ -23,7 +23,9 @@ def travel(folder: Path) -> None:
     # Disjoint, together complete.
     for count in (0, 1, 2, 7, 16):
         shares = distributed.gather(list(range(count))[distributed.share(count)])
-        assert sorted(sum(shares, [])) == list(range(count)) and max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert [i for share in shares for i in share] == list(range(count)) and max(map(len, shares)) - min(
+            map(len, shares)
+        ) <= 1
         done: list[int] = []
         assert distributed.divide(lambda mine: [done.append(i) or f"√{i}" for i in range(count)[mine]], count) == [
             f"√{i}" for i in range(count)
@@ -34,7 +36,14 @@ def travel(folder: Path) -> None:
     # On every mesh and with every split, values and types stay.
     mesh = sharding.make_mesh()
     half = jax.device_count() // 2
-    for axes in ((("data", "fsdp"), None), (None, "fsdp"), ("fsdp", None), (None, None), ("data", "fsdp"), (None, ("data", "fsdp"))):
+    for axes in (
+        (("data", "fsdp"), None),
+        (None, "fsdp"),
+        ("fsdp", None),
+        (None, None),
+        ("data", "fsdp"),
+        (None, ("data", "fsdp")),
+    ):
         for data in (1, 2):
             mesh = sharding.make_mesh(sharding.MeshSettings(data=data, fsdp=2 * half // data))
             placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
@@ -62,7 +71,9 @@ def sample(model, prompts, *, group_size, step, prompt_ids, max_new_tokens, prom
             response[:length] = generator.integers(0, 14, length)
             log_probs[:length] = -generator.uniform(1, 4, length)
             counted = np.arange(max_new_tokens) < length
-            rows.append((tokens, mask.astype(bool), response, counted, counted, log_probs, np.int8(length == max_new_tokens)))
+            rows.append(
+                (tokens, mask.astype(bool), response, counted, counted, log_probs, np.int8(length == max_new_tokens))
+            )
     return Rollout(*map(np.stack, zip(*rows, strict=True)))
 
 
@@ -95,6 +106,60 @@ def train(folder: Path) -> None:
         sample_fn=sample,
     )
     (folder / f"scored_{jax.process_index()}.json").write_text(json.dumps(scored))
+
+
+def state_on(mesh):
+    """A state whose leaves are all different, made from the host's values."""
+    import debug_run
+    import jax
+
+    from cispo_jax import sharding
+    from cispo_jax.training.optimizer import make_optimizer
+    from cispo_jax.training.train_step import init_state
+
+    optimizer = make_optimizer(debug_run.config().optimizer)
+    abstract = jax.eval_shape(lambda: init_state(debug_run.model(), optimizer))
+    shardings = sharding.state_shardings(abstract, mesh)
+    numbers = iter(range(1000))
+    values = jax.tree.map(lambda x: np.random.default_rng(next(numbers)).normal(size=x.shape).astype(x.dtype), abstract)
+    return abstract, shardings, values
+
+
+def write(folder: Path) -> None:
+    """A checkpoint and a Hugging Face folder, from 2 x 2 devices."""
+    import debug_run
+    import jax
+
+    from cispo_jax import sharding, weights
+    from cispo_jax.training.checkpoint import Checkpoints
+
+    mesh = sharding.make_mesh(sharding.MeshSettings(data=1, fsdp=4))
+    _, shardings, values = state_on(mesh)
+    state = jax.tree.map(distributed.from_host, values, shardings)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    checkpoints.save(1, state, {"position": 4})
+    checkpoints.close()
+    weights.save_pretrained(folder / "model", state.model, debug_run.TINY, max_shard_bytes=3000)
+    assert len(list((folder / "model").glob("*.safetensors"))) > 2
+
+
+def read(folder: Path) -> None:
+    """Both on meshes of another shape: every bit as it was written."""
+    import jax
+
+    from cispo_jax import sharding, weights
+    from cispo_jax.training.checkpoint import Checkpoints
+
+    for sizes in (dict(data=2, fsdp=2), dict(data=1, fsdp=2, tensor=2), dict(data=4, fsdp=1)):
+        mesh = sharding.make_mesh(sharding.MeshSettings(**sizes))
+        abstract, shardings, values = state_on(mesh)
+        checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+        state, host = checkpoints.restore(1, abstract, shardings)
+        checkpoints.close()
+        assert host == {"position": 4}
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(distributed.to_host(x), y), state, values)
+        model, _ = weights.load_pretrained(folder / "model", mesh=mesh)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(distributed.to_host(x), y), model, values.model)
 
 
 def wait(folder: Path) -> None:

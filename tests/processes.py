@@ -22,7 +22,12 @@ class Processes:
     def __init__(self, argv, folder, *, count=2, devices=2, environment=None):
         port, self.folder = free_port(), Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        base = {**os.environ, **(environment or {}), "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        base = {
+            **os.environ,
+            **(environment or {}),
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        }
         self.started = []
         for index in range(count):
             flags = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={index}"]
@@ -63,7 +68,9 @@ class Processes:
         return self._file(index, "err").read_text()
 
     def errors(self) -> str:
-        return "\n".join(f"--- process {i}\n{self.out(i)[-2000:]}\n{self.err(i)[-4000:]}" for i in range(len(self.started)))
+        return "\n".join(
+            f"--- process {i}\n{self.out(i)[-2000:]}\n{self.err(i)[-4000:]}" for i in range(len(self.started))
+        )
 
 
 def run(argv, folder, **options) -> Processes:
