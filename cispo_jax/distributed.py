@@ -66,6 +66,9 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
         where = f"--coordinator={coordinator}" if coordinator else "the cluster's coordinator"
         raise ConfigError(f"{where}: the processes did not find each other ({' '.join(str(error).split())}).") from None
     sys.excepthook = _end_all
+    if on_cpu:
+        # Only process 0 would find its programs there (jax's key depends on the process), and gloo gives the others 30 s to catch up.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _check(flags: dict[str, Any]) -> None:
