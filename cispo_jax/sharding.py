@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cispo_jax import distributed
 from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -115,7 +116,7 @@ class OnMesh:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
-            return self.function(*args, **options)
+            return distributed.settle(self.function(*args, **options))
 
     def lower(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
@@ -138,8 +139,8 @@ def batch_devices(mesh: Mesh | AbstractMesh) -> int:
 
 def shard_rows(mesh: Mesh, rows: Any) -> Any:
     """Host rows (a tree of arrays) split over the batch axes of the mesh; whole on every device where they do not divide."""
-    put = lambda x: jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))
-    return jax.tree.map(put, rows)
+    layout = lambda x: replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh)
+    return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), rows)
 
 
 def split_rows(x: jax.Array) -> jax.Array:
