@@ -143,6 +143,7 @@ def test_two_processes_train_as_one_does(tmp_path, monkeypatch):
     argv = settings(tmp_path / "two", **SMALL)
     two = processes.run(argv, tmp_path / "two")
     settings(tmp_path / "one", **SMALL)
+    debug_run.on_devices(monkeypatch, 4)
     process_parts.train(tmp_path / "one")
     check_equal(numbers(tmp_path / "two"), numbers(tmp_path / "one"))
     for name in ("rollouts/step_000002.jsonl", "evaluations/step_000002.jsonl", "config.json"):

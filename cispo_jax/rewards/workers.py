@@ -99,7 +99,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             function = _function(request["function"], json.dumps(request["arguments"]))
-            reply = dataclasses.asdict(apply(function, request["label"], Rows(**request["rows"])))
+            reply = apply(function, request["label"], Rows(**request["rows"]))._asdict()
         except ConfigError as error:
             reply = {"reward_error": str(error)}
         answers.write(json.dumps(reply) + "\n")
