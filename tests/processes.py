@@ -46,12 +46,12 @@ class Processes:
             process.kill()
             process.wait()
 
-    def wait(self, timeout=240) -> list[int]:
+    def wait(self, timeout=600) -> list[int]:
         """The exit codes."""
         deadline = time.monotonic() + timeout
         return [process.wait(max(1, deadline - time.monotonic())) for process in self.started]
 
-    def wait_until(self, ready, timeout=240):
+    def wait_until(self, ready, timeout=600):
         """Until `ready()`, while all are running."""
         deadline = time.monotonic() + timeout
         while not ready():

@@ -16,7 +16,12 @@ from cispo_jax import distributed, trainer
 from cispo_jax.config import ConfigError
 
 PARTS = "tests/process_parts.py"
-SMALL = {"sampling__prompts_per_step": 2, "objective__num_minibatches": 2, "sampling__group_size": 4}
+SMALL = {
+    "sampling__prompts_per_step": 2,
+    "objective__num_minibatches": 2,
+    "sampling__group_size": 4,
+    "model__remat": False,
+}
 
 
 def numbers(folder):
@@ -172,7 +177,7 @@ def test_an_error_in_one_process_ends_the_other(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_two_processes_of_four_devices_train_as_one_of_eight(tmp_path):
     two = settings(tmp_path / "two")
     one = settings(tmp_path / "one")
@@ -184,7 +189,7 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_training_process_that_is_killed_takes_the_other_along_and_any_number_goes_on(tmp_path):
     """Killed, then SIGTERM to one of two (75 from both), then one process on another mesh: the numbers of two undisturbed ones."""
     whole = settings(tmp_path / "whole", num_steps=4, **SMALL)
@@ -212,7 +217,7 @@ def test_a_training_process_that_is_killed_takes_the_other_along_and_any_number_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_checkpoints_and_weights_of_two_processes(tmp_path):
     """Written by two processes: bit-equal when read by two and by one, on other meshes; a Hugging Face folder in and out."""
     for index in range(2):
@@ -223,7 +228,7 @@ def test_checkpoints_and_weights_of_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_users_error_appears_once_and_all_commands_take_the_flags(tmp_path):
     """One bad setting that both processes see; then each command on two processes."""
     page = [
@@ -240,7 +245,7 @@ def test_a_users_error_appears_once_and_all_commands_take_the_flags(tmp_path):
     with processes.Processes(
         ["-m", "experiments.train", *page, "--config.mesh.data=3"], tmp_path / "bad", devices=1
     ) as two:
-        assert two.wait(60) == [2, 2], two.errors()
+        assert two.wait() == [2, 2], two.errors()
         assert "error: " in two.err(0) and "mesh.data=3" in two.err(0) and "error" not in two.err(1)
     for command in ("sft", "train", "evaluate", "export"):
         extra = [f"--output={tmp_path}/model"] if command == "export" else []
@@ -270,5 +275,5 @@ def test_an_error_that_one_process_sees_alone_is_printed_and_ends_both(tmp_path)
                 text=True,
             )
         )
-    errors = [process.communicate(timeout=90)[1] for process in started]
+    errors = [process.communicate(timeout=240)[1] for process in started]
     assert started[1].returncode == 2 and "nowhere.json" in errors[1] and started[0].returncode != 0
