@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ OBJECTIVES: dict[str, Callable] = {
     name: getattr(objectives, f"{name}_loss")
     for name in ("cispo", "reinforce", "ppo", "grpo", "dapo", "gspo", "unified")
 }
+
+CHUNK_TOKENS = 256  # of each device, whose logits are held at a time: with a vocabulary of 151,936 156 MB
 
 
 @dataclass
@@ -76,7 +79,8 @@ def make_programs(
       ConfigError: a mesh that does not divide rows, layers or experts.
     """
     loss_fn, aggregation, cap = objective or resolve_objective(config.objective, None, [])
-    _check_rows(config, sharding.batch_devices(mesh))
+    devices = sharding.batch_devices(mesh)
+    _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
     optimizer = make_optimizer(config.optimizer)
     dtype = jnp.dtype(config.model.dtype)
@@ -100,11 +104,17 @@ def make_programs(
 
     def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
+        # A prompt is shared by rows of one device: by more, every device would compute the prompts of all.
+        share = math.gcd(share, max(1, len(tokens_BX) // devices))
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
         hidden_BTD = models.response_states(model, tokens_BX, padding_mask_BX, **options).hidden_BTD
         tokens_BT = tokens_BX[:, -response_width:]
         return fused_token_log_probs(
-            hidden_BTD, models.head_matrix(model), tokens_BT, temperature=config.sampling.temperature
+            hidden_BTD,
+            models.head_matrix(model),
+            tokens_BT,
+            temperature=config.sampling.temperature,
+            chunk_size=CHUNK_TOKENS * devices,
         )
 
     rows = config.sampling.prompts_per_step * config.sampling.group_size // config.objective.num_minibatches
