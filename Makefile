@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PIP := -m pip --disable-pip-version-check install --quiet
-CORE := $(addprefix cispo_jax/,masked.py objectives.py advantages.py log_probs.py diagnostics.py types.py \
+CORE := $(addprefix cispo_jax/,masked.py objectives.py advantages.py log_probs.py diagnostics.py routing.py types.py \
 	sampling/decode.py training/groups.py training/train_step.py trainer.py)
 
 help:  ## this list

@@ -78,6 +78,7 @@ def make_programs(
     Raises:
       ConfigError: a mesh that does not divide rows, layers or experts.
     """
+    _check_experts(config, architecture)
     loss_fn, aggregation, cap = objective or resolve_objective(config.objective, None, [])
     devices = sharding.batch_devices(mesh)
     _check_rows(config, devices)
@@ -102,20 +103,21 @@ def make_programs(
         common = {"max_new_tokens": config.sampling.max_new_tokens, "eos_ids": eos_ids}
         return sampler(model, prompts, **_accepted(sampler, layout | options) | common)
 
-    def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share):
+    def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share, expert_ids=None):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
-        # A prompt is shared by rows of one device: by more, every device would compute the prompts of all.
+        # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
         share = math.gcd(share, max(1, len(tokens_BX) // devices))
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
-        hidden_BTD = models.response_states(model, tokens_BX, padding_mask_BX, **options).hidden_BTD
+        states = models.response_states(model, tokens_BX, padding_mask_BX, expert_ids_BXLK=expert_ids, **options)
         tokens_BT = tokens_BX[:, -response_width:]
-        return fused_token_log_probs(
-            hidden_BTD,
+        outputs = fused_token_log_probs(
+            states.hidden_BTD,
             models.head_matrix(model),
             tokens_BT,
             temperature=config.sampling.temperature,
             chunk_size=CHUNK_TOKENS * devices,
         )
+        return *outputs, models.router_sums(states.routing)
 
     rows = config.sampling.prompts_per_step * config.sampling.group_size // config.objective.num_minibatches
     micro = {"group_size": config.sampling.group_size, "micro_batch_rows": config.objective.micro_batch_rows}
@@ -127,6 +129,8 @@ def make_programs(
         normalizer=float(rows * config.sampling.max_new_tokens) if aggregation == "constant" else None,
         importance_cap=config.objective.truncated_importance_cap,
         epsilon_high=cap,
+        load_balance=config.objective.load_balance,
+        router_z=config.objective.router_z,
         shardings=shardings,
         **micro,
     )
@@ -160,6 +164,14 @@ def sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[An
         return model
 
     return jax.jit(cast, out_shardings=sharding.state_shardings(jax.eval_shape(cast, abstract), mesh))
+
+
+def _check_experts(config: Config, architecture: models.TransformerConfig) -> None:
+    for name in ("load_balance", "router_z", "routing_replay"):
+        if getattr(config.objective, name) and "moe" not in architecture.mlp:
+            raise ConfigError(
+                f"config.objective.{name}={getattr(config.objective, name)}: the model has no experts; leave it out."
+            )
 
 
 def _check_rows(config: Config, devices: int) -> None:

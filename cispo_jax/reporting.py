@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import resource
 import sys
@@ -15,6 +16,7 @@ from etils import epath
 
 from cispo_jax import evaluation, masked
 from cispo_jax.config import Config, ConfigError
+from cispo_jax.routing import RouterSums, router_metrics
 
 # Metrics that are also written for each update of the batch, as NAME/u00, NAME/u01, ...
 PER_UPDATE = ("clip/dropped_ppo", "clip/dropped_dapo", "clip/at_cap", "policy/ratio_mean", "grad/norm")
@@ -115,6 +117,9 @@ class StepReport:
         # A step without an update has no such numbers: they are written as null, not as 0.
         values = dict.fromkeys(UPDATE_METRICS, np.nan) | values | masked.means(pooled)
         values["updates"] = len(updates)
+        routers = [metrics["router"] for metrics in updates.values() if metrics["router"] is not None]
+        if routers:
+            values |= router_metrics(functools.reduce(RouterSums.plus, routers))
         for name in ("loss", "grad/norm") if updates else ():
             values[name] = np.mean([metrics[name] for metrics in updates.values()])
         self._times["train"] += time.monotonic() - waited  # the updates were only enqueued until here

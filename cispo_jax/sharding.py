@@ -127,9 +127,10 @@ def batch_devices(mesh: Mesh | AbstractMesh) -> int:
     return int(np.prod([mesh.shape[axis] for axis in BATCH]))
 
 
-def shard_rows(mesh: Mesh, x: np.ndarray) -> jax.Array:
-    """Host rows split over the batch axes of the mesh; whole on every device where they do not divide."""
-    return jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))
+def shard_rows(mesh: Mesh, rows: Any) -> Any:
+    """Host rows (a tree of arrays) split over the batch axes of the mesh; whole on every device where they do not divide."""
+    put = lambda x: jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))
+    return jax.tree.map(put, rows)
 
 
 def split_rows(x: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -135,6 +136,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             rollout = run.sample(
                 sampler, [run.encode(e) for e in examples], group_size=config.sampling.group_size,
                 temperature=config.sampling.temperature, seed=config.seed, step=step, prompt_ids=ids,
+                record_experts=config.objective.routing_replay,
             )  # fmt: skip
         # ---- 3. score
         with report.timed("score"):
@@ -158,8 +160,8 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
         trainer_log_probs = rollout.log_probs.copy()
         for rows in minibatches(config, step, num_epochs=1):
             if loss_mask[rows].any():
-                arrays = (run.shard_rows(tokens[rows]), run.shard_rows(padding_mask[rows]))
-                trainer_log_probs[rows] = run.score_step(state.train.model, *arrays, loss_mask.shape[1])
+                parts = run.shard_rows((tokens[rows], padding_mask[rows], rollout.take(rows).expert_ids))
+                trainer_log_probs[rows] = run.score_step(state.train.model, *parts[:2], loss_mask.shape[1], parts[2])
         report.values(diagnostics.rollout_mismatch(trainer_log_probs, rollout.log_probs, loss_mask))
         old_log_probs = trainer_log_probs if config.objective.anchor == "old" else rollout.log_probs
         batch = Batch(
@@ -170,6 +172,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             rollout_log_probs=rollout.log_probs,
             old_log_probs=old_log_probs,
             group_ids=np.repeat(np.arange(len(advantages_PG), dtype=np.int32), config.sampling.group_size),
+            expert_ids=rollout.expert_ids,
         )
         checkpoints.wait()  # a save in flight reads the buffers that the updates donate
         # ---- 7. updates
@@ -184,7 +187,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
                 num_steps=config.num_steps,
                 updates_per_step=updates_per_step,
             )
-            minibatch = Batch(*(run.shard_rows(x[rows]) for x in batch))
+            minibatch = run.shard_rows(jax.tree.map(lambda x, rows=rows: x[rows], batch))
             state.train, metrics = run.train_step(state.train, minibatch, np.float32(rate))
             report.update(update, metrics, rate)
     state.step = step

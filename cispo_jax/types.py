@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ class Rollout:
     loss_mask: np.ndarray  # bool [P*G, T], true on tokens that train; equals response_mask until rows are left out
     log_probs: np.ndarray  # float32 [P*G, T], of the sampled token at the sampling temperature, 0 on pads
     finish_reason: np.ndarray  # int8 [P*G], index into FINISH_REASONS
+    # int16 [P*G, S+T, L, K] where it was recorded: the experts that each token took; -1 for pads, for layers without experts and for the
+    # last token, which was sampled and never fed
+    expert_ids: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -36,15 +40,19 @@ class Rollout:
         """The sampled ids of each row without padding."""
         return [row[mask].tolist() for row, mask in zip(self.response_tokens, self.response_mask, strict=True)]
 
-    def take(self, rows: np.ndarray) -> Rollout:
+    def take(self, rows: np.ndarray | slice) -> Rollout:
         """The given rows, in that order."""
-        return Rollout(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return self._map(lambda x: x[rows])
 
     @staticmethod
     def concatenate(rollouts: list[Rollout]) -> Rollout:
         """Rows of several rollouts of equal prompt and response width."""
-        names = [field.name for field in fields(Rollout)]
-        return Rollout(**{name: np.concatenate([getattr(rollout, name) for rollout in rollouts]) for name in names})
+        return rollouts[0]._map(lambda *parts: np.concatenate(parts), *rollouts[1:])
+
+    def _map(self, function: Callable[..., np.ndarray], *others: Rollout) -> Rollout:
+        columns = {field.name: [getattr(x, field.name) for x in (self, *others)] for field in fields(self)}
+        mapped: dict[str, Any] = {n: None if parts[0] is None else function(*parts) for n, parts in columns.items()}
+        return Rollout(**mapped)
 
 
 Array = jax.Array | np.ndarray
@@ -60,6 +68,7 @@ class Batch(NamedTuple):
     rollout_log_probs: Array  # float32 [B, T]
     old_log_probs: Array  # float32 [B, T], frozen for all updates of the batch
     group_ids: Array  # int32 [B], which prompt
+    expert_ids: Array | None = None  # int16 [B, S+T, L, K], a selection to replay
 
 
 @jax.tree_util.register_dataclass

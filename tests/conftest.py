@@ -24,7 +24,7 @@ import jax  # noqa: E402  (reads the environment)
 
 # Not in the environment: commands that a test starts see one device, as a user's do.
 with contextlib.suppress(AttributeError):  # before jax 0.5, on which only the losses are tested
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # compiling takes longer than any deadline
 settings.load_profile("repeatable")

@@ -80,13 +80,16 @@ def model(config=TINY, seed=0) -> Transformer:
     return jax.tree_util.tree_map_with_path(fill, abstract)
 
 
-def log_probs_fn(model, tokens, padding_mask, *, response_width, share=1, temperature=1.0, dtype=jnp.float32):
-    """The trainer's: log-probs and entropy of the response tokens, shared prompts once."""
-    options = dict(response_width=response_width, share=share, dtype=dtype)
-    hidden = models.response_states(model, tokens, padding_mask, **options).hidden_BTD
-    return fused_token_log_probs(
-        hidden, models.head_matrix(model), tokens[:, -response_width:], temperature=temperature
+def log_probs_fn(
+    model, tokens, padding_mask, *, response_width, share=1, expert_ids=None, temperature=1.0, dtype=jnp.float32
+):
+    """The trainer's: log-probs and entropy of the response tokens, shared prompts once, and what the routers did."""
+    options = dict(response_width=response_width, share=share, expert_ids_BXLK=expert_ids, dtype=dtype)
+    states = models.response_states(model, tokens, padding_mask, **options)
+    outputs = fused_token_log_probs(
+        states.hidden_BTD, models.head_matrix(model), tokens[:, -response_width:], temperature=temperature
     )
+    return *outputs, models.router_sums(states.routing)
 
 
 def plain_log_probs(model, tokens, padding_mask, width, *, temperature=1.0, dtype=jnp.float32):

@@ -103,7 +103,7 @@ def test_the_head_is_float32_under_bfloat16_compute():
     tokens = np.random.default_rng(0).integers(0, 16, (4, 9)).astype(np.int32)
     mask = np.ones((4, 9), bool)
     options = dict(response_width=5, share=1)
-    log_probs, _ = jax.jit(lambda m: run.log_probs_fn(m, tokens, mask, **options))(model)
+    log_probs, *_ = jax.jit(lambda m: run.log_probs_fn(m, tokens, mask, **options))(model)
     states = jax.jit(lambda m: models.response_states(m, tokens, mask, dtype=jnp.bfloat16, **options).hidden_BTD)(model)
 
     def expected(head):

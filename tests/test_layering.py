@@ -19,7 +19,7 @@ from cispo_jax import _requires_train
 
 ROOT = Path(cispo_jax.__file__).parent
 LAYERS = (
-    ("masked", "objectives", "advantages", "log_probs", "diagnostics", "_requires_train"),
+    ("masked", "objectives", "advantages", "log_probs", "diagnostics", "routing", "_requires_train"),
     ("config", "types", "sharding"),
     ("models",),
     ("weights", "sampling", "training", "data", "rewards"),

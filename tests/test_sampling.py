@@ -33,7 +33,9 @@ def sample(model, prompts=PROMPTS, **options):
 def equal(a, b):
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
-        if x.dtype == np.float32:
+        if x is None or y is None:
+            assert x is y, field.name
+        elif x.dtype == np.float32:
             np.testing.assert_allclose(x, y, atol=2e-5, rtol=0)
         else:
             np.testing.assert_array_equal(x, y, err_msg=field.name)

@@ -50,16 +50,16 @@ def bigram():
     return {"table": np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)}
 
 
-def bigram_log_probs(model, tokens, padding_mask, *, response_width, share=1):
+def bigram_log_probs(model, tokens, padding_mask, *, response_width, share=1, expert_ids=None):
     log_p = jax.nn.log_softmax(model["table"][tokens[:, -response_width - 1 : -1]])
     chosen = jnp.take_along_axis(log_p, tokens[:, -response_width:, None], axis=-1)[..., 0]
-    return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), None
 
 
 def whole_rows(model, tokens, padding_mask):
     """Log-probs and entropy by the book, of either policy."""
     if isinstance(model, dict):
-        return bigram_log_probs(model, tokens, padding_mask, response_width=T)
+        return bigram_log_probs(model, tokens, padding_mask, response_width=T)[:2]
     return debug_run.plain_log_probs(model, tokens, padding_mask, T)
 
 
@@ -84,7 +84,7 @@ def moved(model, batch, loss_fn=objectives.cispo_loss, *, place=lambda x: x, opt
     state = init_state(jax.tree.map(jnp.array, model), optimizer)  # copied: the step donates it
     if "shardings" in options:
         state = jax.device_put(state, options["shardings"])
-    state, metrics = step(state, Batch(*map(place, batch)), np.float32(1))
+    state, metrics = step(state, jax.tree.map(place, batch), np.float32(1))
     return jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model), jax.device_get(metrics)
 
 
@@ -172,7 +172,7 @@ def test_every_mesh_gives_the_gradient_of_one_device(model, whole, sizes, rows):
 
 def test_row_order_changes_nothing(whole_bigram):
     order = np.array([5, 2, 7, 0, 1, 6, 4, 3])
-    gradient, _ = moved(bigram(), Batch(*(x[order] for x in make_batch())))
+    gradient, _ = moved(bigram(), jax.tree.map(lambda x: x[order], make_batch()))
     close(gradient, whole_bigram[0])
 
 
@@ -208,7 +208,7 @@ def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
     compiled = []
     for seed in range(3):
         donated = jax.tree.leaves(state)
-        batch = Batch(*(jax.device_put(x, sharding.batch_sharding(mesh)) for x in make_batch(seed)))
+        batch = sharding.shard_rows(mesh, make_batch(seed))
         state, metrics = step(state, batch, np.float32(1e-3 / (1 + seed)))
         jax.block_until_ready(metrics)
         assert all(x.is_deleted() for x in donated)

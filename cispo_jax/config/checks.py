@@ -36,6 +36,8 @@ MINIMUM: dict[str, float] = {
     "objective.num_minibatches": 1,
     "objective.num_epochs": 1,
     "objective.micro_batch_rows": 0,
+    "objective.load_balance": 0,
+    "objective.router_z": 0,
     "optimizer.warmup": 0,
     "optimizer.max_grad_norm": 0,
     "optimizer.weight_decay": 0,

@@ -112,6 +112,9 @@ class ObjectiveSettings:
     advantage_scale: str = "group"  # divide by the standard deviation of the group | batch | none
     train_truncated: bool = True  # False: responses that hit max_new_tokens leave the loss
     truncated_importance_cap: float | None = None  # multiply by min(old / rollout, cap); refused with anchor=rollout
+    load_balance: float = 0.0  # coefficient of the routers' load-balance loss (mixture of experts); 0 = off
+    router_z: float = 0.0  # coefficient of the routers' z-loss; 0 = off
+    routing_replay: bool = False  # train on the experts that the sampler chose (R3); gates and gradients are today's
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from cispo_jax.models.transformer import (
     Transformer,
     count_parameters,
     decode_step,
+    expert_ids,
     forward,
     head_matrix,
     hidden_states,
     prefill,
     response_states,
+    router_sums,
     segment_positions,
 )
 
@@ -24,10 +26,12 @@ __all__ = [
     "TransformerConfig",
     "count_parameters",
     "decode_step",
+    "expert_ids",
     "forward",
     "head_matrix",
     "hidden_states",
     "prefill",
     "response_states",
+    "router_sums",
     "segment_positions",
 ]

@@ -27,7 +27,8 @@ class Routing(NamedTuple):
     load_E: jax.Array  # tokens that chose the expert; each chooses K
     probs_E: jax.Array  # sum of the router's probabilities
     z: jax.Array  # sum of logsumexp(logits)^2
-    replaced_BT: jax.Array  # tokens whose given selection is not the one that the router makes today
+    recorded_BT: jax.Array  # tokens that have a given selection
+    replaced_BT: jax.Array  # of these, the ones that the router would give another today
 
     def plus(self, other: Routing | None) -> Routing:
         """The sums of both; the tokens are those of the first."""
@@ -64,7 +65,7 @@ class MoeMlp(nnx.Module):
         tokens_TD = x_BTD.reshape(-1, D)
         weight_T = jnp.ones(B * T) if weight_BT is None else weight_BT.reshape(-1).astype(jnp.float32)
         given_TK = None if expert_ids_BTK is None else expert_ids_BTK.reshape(-1, K)
-        gates_TK, chosen_TK, replaced_T, probs_TE, logits_TE = self.route(tokens_TD, given_TK)
+        gates_TK, chosen_TK, recorded_T, replaced_T, probs_TE, logits_TE = self.route(tokens_TD, given_TK)
         chosen_TK = jnp.where(weight_T[:, None] > 0, chosen_TK, NO_EXPERT)
         output_TD = expert_outputs(
             Experts(self.gate[...], self.up[...], self.down[...]), tokens_TD, gates_TK, chosen_TK
@@ -77,15 +78,16 @@ class MoeMlp(nnx.Module):
             load_E=weight_T @ one_hot_TE.astype(jnp.float32),
             probs_E=weight_T @ jnp.where(weight_T[:, None] > 0, probs_TE, 0),
             z=weight_T @ jnp.where(weight_T > 0, jnp.square(jax.nn.logsumexp(logits_TE, axis=-1)), 0),
-            replaced_BT=replaced_T.reshape(B, T),
+            recorded_BT=(recorded_T & (weight_T > 0)).reshape(B, T),
+            replaced_BT=(replaced_T & (weight_T > 0)).reshape(B, T),
         )
 
     def route(self, tokens_TD: jax.Array, given_TK: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """Gates [T, K] and ids [T, K] of the experts with the highest scores, or of those given.
+        """Gates [T, K] and ids [T, K] of the experts with the highest scores, or of those given; the gates are today's in either case.
 
-        Then which tokens [T] would have taken others than those given, and probabilities and logits [T, E]; computed in float32. The gates
-        are today's also for a given selection. The probabilities are softmax of the logits or, with `router_scores="sigmoid"`, their
-        sigmoids divided by the sum over experts.
+        Then which tokens [T] have a given selection, which of them would have taken another, and probabilities and logits [T, E]. The
+        probabilities are softmax of the logits or, with `router_scores="sigmoid"`, their sigmoids divided by the sum over experts. All
+        is float32.
         """
         logits_TE = jnp.matmul(
             tokens_TD.astype(jnp.float32), self.router[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
@@ -96,14 +98,14 @@ class MoeMlp(nnx.Module):
             scores_TE = jax.nn.sigmoid(logits_TE)
             probs_TE = scores_TE / jnp.sum(scores_TE, axis=-1, keepdims=True)
         _, chosen_TK = jax.lax.top_k(logits_TE, self.experts_per_token)
-        replaced_T = jnp.zeros(len(tokens_TD), bool)
+        recorded_T = replaced_T = jnp.zeros(len(tokens_TD), bool)
         if given_TK is not None:
             given_TK = given_TK.astype(jnp.int32)
             recorded_T = jnp.all((given_TK >= 0) & (given_TK < logits_TE.shape[1]), axis=-1)
             # The order of the K experts means nothing.
             replaced_T = recorded_T & jnp.any(jnp.sort(chosen_TK, axis=-1) != jnp.sort(given_TK, axis=-1), axis=-1)
             chosen_TK = jnp.where(recorded_T[:, None], given_TK, chosen_TK)
-        return self.gates(logits_TE, chosen_TK), chosen_TK, replaced_T, probs_TE, logits_TE
+        return self.gates(logits_TE, chosen_TK), chosen_TK, recorded_T, replaced_T, probs_TE, logits_TE
 
     def gates(self, logits_TE: jax.Array, expert_ids_TK: jax.Array) -> jax.Array:
         """The scores of the chosen experts; divided by their sum if `normalize_gates` (of softmax: softmax over the chosen logits)."""

@@ -20,6 +20,7 @@ from cispo_jax.models.config import TransformerConfig
 from cispo_jax.models.layers import Mlp, Span, mix, normal, ones, rms_norm, rotary_angles
 from cispo_jax.models.lightning import LightningAttention, slopes
 from cispo_jax.models.moe import NO_EXPERT, MoeMlp, Routing
+from cispo_jax.routing import RouterSums
 from cispo_jax.sharding import param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
@@ -300,6 +301,24 @@ def prefill(
         pad = ((0, 0), (0, room), (0, 0), (0, 0))
         expert_ids_BSLK = jnp.pad(jnp.repeat(ids_PSLK, copies, axis=0), pad, constant_values=NO_EXPERT)
     return jnp.repeat(hidden_PSD[:, -1], copies, axis=0), Cache(memory, mask_BS, expert_ids_BSLK)
+
+
+def router_sums(routing: tuple[Routing | None, ...]) -> RouterSums | None:
+    """What the routers of all layers did; None without experts."""
+    of_places = [r for r in routing if r is not None]
+    if not of_places:
+        return None
+    joined = lambda name: jnp.concatenate([getattr(r, name) for r in of_places])
+    replaced_LBT, load_LE = joined("replaced_BT"), joined("load_E")
+    return RouterSums(
+        load_LE=load_LE,
+        probs_LE=joined("probs_E"),
+        z_L=joined("z"),
+        tokens=load_LE[0].sum() / of_places[0].expert_ids_BTK.shape[-1],
+        replaced=jnp.sum(replaced_LBT, dtype=jnp.float32),
+        replaced_tokens=jnp.sum(jnp.any(replaced_LBT, axis=0), dtype=jnp.float32),
+        recorded_tokens=jnp.sum(joined("recorded_BT")[0], dtype=jnp.float32),
+    )
 
 
 def expert_ids(routing: tuple[Routing | None, ...], config: TransformerConfig) -> jax.Array:

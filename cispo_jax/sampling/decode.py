@@ -39,6 +39,7 @@ def sample_groups(
     max_tokens: int | None = None,
     pad_id: int = 0,
     dtype=jnp.float32,
+    record_experts: bool = False,
     shard_rows: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Rollout:
     """G responses of each prompt, with the log-prob of every sampled token.
@@ -56,6 +57,7 @@ def sample_groups(
         log-probs stay those of the whole distribution.
       prompt_width: columns to pad prompts to (left); default the longest prompt. A fixed one avoids recompilation.
       max_tokens: cache columns that may be used; prompt_width + max_new_tokens above it is refused.
+      record_experts: keep the experts that each token took in each layer (`Rollout.expert_ids`); for models that have some.
       shard_rows: puts a host array of P rows on the device(s).
 
     Returns:
@@ -114,8 +116,14 @@ def sample_groups(
         top_p=top_p,
         top_k=top_k,
         dtype=jnp.dtype(dtype).name,
+        record=record_experts,
     )
-    response_tokens, response_mask, log_probs, stopped = jax.device_get(sampled)
+    response_tokens, response_mask, log_probs, expert_ids, stopped = jax.device_get(sampled)
+    if expert_ids is not None:
+        # Neither pads were fed nor the last token of a response; the rows that had stopped were fed something.
+        fed = np.pad(response_mask[:, 1:], ((0, 0), (0, 1)))
+        fed = np.concatenate([np.repeat(mask_PS, group_size, axis=0), fed], axis=1)
+        expert_ids = np.where(fed[:, :, None, None], expert_ids, -1)
     return Rollout(
         prompt_tokens=np.repeat(tokens_PS, group_size, axis=0),
         prompt_mask=np.repeat(mask_PS, group_size, axis=0),
@@ -124,10 +132,13 @@ def sample_groups(
         loss_mask=response_mask.copy(),
         log_probs=log_probs,
         finish_reason=np.where(stopped, STOP, LENGTH).astype(np.int8),
+        expert_ids=expert_ids,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("group_size", "max_new_tokens", "greedy", "top_p", "top_k", "dtype"))
+@functools.partial(
+    jax.jit, static_argnames=("group_size", "max_new_tokens", "greedy", "top_p", "top_k", "dtype", "record")
+)
 def _sample(
     model,
     tokens_PS,
@@ -144,19 +155,24 @@ def _sample(
     top_p,
     top_k,
     dtype,
+    record=False,
 ):
-    """Prefill of P prompts, then one loop over the P x G rows: (tokens, mask, log-probs) [B, T] and whether a row stopped [B]."""
+    """Prefill of P prompts, then one loop over the P x G rows.
+
+    Returns tokens, mask and log-probs [B, T], the experts of every token [B, S+T, L, K] or None, and whether a row stopped [B].
+    """
     (P, S), T = tokens_PS.shape, max_new_tokens
     B = P * group_size
     dtype = jnp.dtype(dtype)
     head = model.head_matrix()
     with jax.named_scope("prefill"):
-        hidden_BD, cache = model.prefill(tokens_PS, mask_PS, copies=group_size, room=T, dtype=dtype)
+        options = {"record": True} if record else {}
+        hidden_BD, cache = model.prefill(tokens_PS, mask_PS, copies=group_size, room=T, dtype=dtype, **options)
         logits_BV = head_logits(hidden_BD, head)
     lengths_B = jnp.repeat(mask_PS.sum(axis=1), group_size)
     keys_B = row_keys(seed, step, jnp.repeat(ids_P, group_size), jnp.tile(jnp.arange(group_size), P))
 
-    def record(t, logits_BV, done_B, response):
+    def draw(t, logits_BV, done_B, response):
         """Draws token t of every row and writes it, its mask and its log-prob into the response arrays."""
         logits_BV = logits_BV / temperature
         token_B = _choose(logits_BV, keys_B, t, greedy=greedy, top_p=top_p, top_k=top_k)
@@ -172,15 +188,15 @@ def _sample(
     def one_token(carry):
         t, token_B, done_B, response, cache = carry
         hidden_BD, cache = model.decode_step(token_B, lengths_B + t - 1, cache, S + t - 1, dtype=dtype)
-        token_B, done_B, response = record(t, head_logits(hidden_BD, head), done_B, response)
+        token_B, done_B, response = draw(t, head_logits(hidden_BD, head), done_B, response)
         return t + 1, token_B, done_B, response, cache
 
     response = tuple(jnp.zeros((B, T), x) for x in (jnp.int32, bool, jnp.float32))
-    token_B, done_B, response = record(0, logits_BV, jnp.zeros(B, bool), response)
+    token_B, done_B, response = draw(0, logits_BV, jnp.zeros(B, bool), response)
     with jax.named_scope("decode"):
         carry = (jnp.int32(1), token_B, done_B, response, cache)
         carry = jax.lax.while_loop(lambda c: (c[0] < T) & ~jnp.all(c[2]), one_token, carry)
-    return *carry[3], carry[2]
+    return *carry[3], carry[4].expert_ids_BSLK if record else None, carry[2]
 
 
 def row_keys(seed: jax.Array, step: jax.Array, prompt_ids_B: jax.Array, samples_B: jax.Array) -> jax.Array:

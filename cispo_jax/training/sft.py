@@ -45,7 +45,7 @@ def warm_start(
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def step(state: TrainState, tokens, padding_mask, loss_mask, rate):
         def loss_fn(model):
-            log_probs, _ = log_probs_fn(model, tokens, padding_mask, response_width=loss_mask.shape[1], share=1)
+            log_probs, *_ = log_probs_fn(model, tokens, padding_mask, response_width=loss_mask.shape[1], share=1)
             return -masked_mean(log_probs, loss_mask)
 
         loss, gradient = jax.value_and_grad(loss_fn)(state.model)

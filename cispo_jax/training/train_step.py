@@ -6,6 +6,7 @@ every token's coefficient is computed once for the whole mini-batch, so that mic
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,12 @@ import optax
 
 from cispo_jax import diagnostics, masked
 from cispo_jax.objectives import aggregation_weights, truncated_importance_weights
+from cispo_jax.routing import RouterSums, load_balance_loss, router_z_loss
 from cispo_jax.types import Batch, TrainState
 
-# (model, tokens [B, S+T], padding mask [B, S+T], *, response_width=T, share) -> log-probs and entropy [B, T] of the response tokens;
-# the prompts of each run of `share` rows are equal and need to be computed once only.
-LogProbsFn = Callable[..., tuple[jax.Array, jax.Array]]
+# (model, tokens [B, S+T], padding mask [B, S+T], *, response_width=T, share, expert_ids) -> log-probs and entropy [B, T] of the response
+# tokens, and what the routers did (None: no experts); the prompts of each run of `share` rows are equal and need to be computed once.
+LogProbsFn = Callable[..., tuple[jax.Array, jax.Array, RouterSums | None]]
 
 
 def init_state(model: Any, optimizer: optax.GradientTransformation) -> TrainState:
@@ -38,6 +40,8 @@ def make_train_step(
     micro_batch_rows: int = 0,
     importance_cap: float | None = None,
     epsilon_high: float = 4.0,
+    load_balance: float = 0.0,
+    router_z: float = 0.0,
     shardings: Any = None,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict]]:
     """The compiled update `(state, batch, learning_rate) -> (state, metrics)`; the state is donated.
@@ -50,16 +54,21 @@ def make_train_step(
       micro_batch_rows: rows of one forward and backward pass, a divisor of B; 0 = all.
       importance_cap: multiply terms by min(old / rollout, cap) (truncated importance sampling); None = off.
       epsilon_high: the cap that `clip/at_cap` reports on.
+      load_balance, router_z: coefficients of the routers' losses (`cispo_jax.routing`), over all real tokens of the mini-batch.
       shardings: of the state, kept across steps.
 
     Returns:
-      metrics: `loss`, `grad/norm`, `updates` (1, or 0 if no token trains and nothing moved), and `sums` of (sum, count) pairs.
+      metrics: `loss`, `grad/norm`, `updates` (1, or 0 if no token trains and nothing moved), `sums` of (sum, count) pairs, and `router`
+      (`RouterSums`, or None without experts).
     """
 
-    def micro_loss(model, batch: Batch, coefficients_BT):
+    def run(model, batch: Batch):
         B, T = batch.loss_mask.shape
-        share = math.gcd(B, group_size)
-        log_probs, entropy = log_probs_fn(model, batch.tokens, batch.padding_mask, response_width=T, share=share)
+        options = {"response_width": T, "share": math.gcd(B, group_size), "expert_ids": batch.expert_ids}
+        return log_probs_fn(model, batch.tokens, batch.padding_mask, **options)
+
+    def micro_loss(model, batch: Batch, coefficients_BT, whole: RouterSums | None):
+        log_probs, entropy, router = run(model, batch)
         arrays = (log_probs, batch.old_log_probs, batch.advantages, batch.loss_mask)
         extra = {}
         if importance_cap is not None:
@@ -71,14 +80,23 @@ def make_train_step(
             sums = diagnostics.clip_sums(*arrays, epsilon_high=epsilon_high)
             mask = masked.counted(batch.loss_mask)
             sums["policy/entropy"] = (masked.masked_sum(entropy, mask), masked.masked_count(mask))
-        return loss, sums
+        if router is not None and (load_balance or router_z):
+            loss += load_balance * load_balance_loss(router, whole) + router_z * router_z_loss(router, whole)
+        return loss, (sums, router)
 
     def train_step(state: TrainState, batch: Batch, rate: jax.Array):
         coefficients_BT = aggregation_weights(
             batch.loss_mask, aggregation=aggregation, group_ids=batch.group_ids, normalizer=normalizer
         )
-        loss, sums, gradient = _accumulate(
-            micro_loss, state.model, batch, coefficients_BT, micro_batch_rows, group_size
+        whole = None
+        if (load_balance or router_z) and 0 < micro_batch_rows < len(batch.tokens):
+            # What the routers do with the whole mini-batch must be known before the first gradient: one more forward pass.
+            micros = jax.tree.map(lambda x: _split(x, micro_batch_rows, group_size), batch)
+            sums = jax.lax.map(lambda micro: run(state.model, micro)[2], micros)
+            whole = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        loss_of = functools.partial(micro_loss, whole=whole)
+        loss, (sums, router), gradient = _accumulate(
+            loss_of, state.model, batch, coefficients_BT, micro_batch_rows, group_size
         )
 
         def move(state: TrainState) -> TrainState:
@@ -94,6 +112,7 @@ def make_train_step(
             "grad/norm": optax.tree.norm(gradient),
             "updates": trained.astype(jnp.int32),
             "sums": sums,
+            "router": router,
         }
         return state, metrics
 
@@ -109,8 +128,9 @@ def _accumulate(micro_loss, model, batch: Batch, coefficients_BT, rows: int, gro
 
     def add(carry, micro):
         (loss, sums), gradient = value_and_grad(model, *micro)
-        total, pooled, accumulated = carry
-        return (total + loss, masked.add_sums(pooled, sums), jax.tree.map(jnp.add, accumulated, gradient)), None
+        total, (pooled, routers), accumulated = carry
+        pooled = masked.add_sums(pooled, sums[0]), jax.tree.map(jnp.add, routers, sums[1])
+        return (total + loss, pooled, jax.tree.map(jnp.add, accumulated, gradient)), None
 
     micros = jax.tree.map(lambda x: _split(x, rows, group_size), (batch, coefficients_BT))
     first = jax.tree.map(lambda x: x[0], micros)
@@ -132,11 +152,16 @@ def make_score_step(
 ) -> Callable[..., jax.Array]:
     """Log-probs [B, T] of rows under the current weights, a micro-batch at a time: the frozen denominator of the ratio."""
 
-    def score_step(model, tokens, padding_mask, response_width: int):
+    def score_step(model, tokens, padding_mask, response_width: int, expert_ids=None):
         rows = micro_batch_rows or len(tokens)
         options = {"response_width": response_width, "share": math.gcd(rows, group_size)}
         indices = _split(jnp.arange(len(tokens)), rows, group_size)
-        log_probs = jax.lax.map(lambda i: log_probs_fn(model, tokens[i], padding_mask[i], **options)[0], indices)
+
+        def score(i):
+            tokens_i, mask_i, ids_i = jax.tree.map(lambda x: x[i], (tokens, padding_mask, expert_ids))
+            return log_probs_fn(model, tokens_i, mask_i, expert_ids=ids_i, **options)[0]
+
+        log_probs = jax.lax.map(score, indices)
         return jnp.zeros((len(tokens), response_width)).at[indices.ravel()].set(log_probs.reshape(-1, response_width))
 
     return jax.jit(score_step, static_argnums=3)
