@@ -103,6 +103,14 @@ def make_programs(
         common = {"max_new_tokens": config.sampling.max_new_tokens, "eos_ids": eos_ids}
         return sampler(model, prompts, **_accepted(sampler, layout | options) | common)
 
+    def sample_in_batches(model, prompts, *, group_size, prompt_ids=None, **options):
+        """The same responses, `config.sampling.batch_rows` of them at a time."""
+        size = max(1, config.sampling.batch_rows // group_size)
+        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+        batches = [slice(i, i + size) for i in range(0, len(prompts), size)]
+        options["group_size"] = group_size
+        return Rollout.concatenate([sample(model, prompts[i], prompt_ids=ids[i], **options) for i in batches])
+
     def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share, expert_ids=None):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
         # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
@@ -145,7 +153,7 @@ def make_programs(
         train_step=sharding.OnMesh(mesh, train_step),
         score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn, **micro)),
         to_sampling=sampling_layout(abstract.model, sampling_mesh, dtype),
-        sample=sharding.OnMesh(sampling_mesh, sample),
+        sample=sharding.OnMesh(sampling_mesh, sample_in_batches if config.sampling.batch_rows else sample),
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )
 

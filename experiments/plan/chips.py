@@ -45,7 +45,7 @@ class Topology:
 
     name: str
     platform: str  # tpu | gpu | cpu
-    devices: list[Any]  # to compile for; without any, on gpu, only how many there would be is known
+    devices: list[Any]
     count: int  # devices
     chips: int
     hosts: int
@@ -62,7 +62,7 @@ class Topology:
         return int(self.chip.hbm_bytes / self.per_chip)
 
 
-def prepare_environment(name: str) -> None:
+def prepare_environment() -> None:
     """What jax must find in the environment before it starts: no accelerator is looked for."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks a metadata server that is not there
@@ -87,19 +87,19 @@ def find(name: str, *, slices: int = 1, hbm_gib: float = 0) -> Topology:
     kind, count = match[1], math.prod(map(int, match[2].split("x")))
     if count < 1 or slices < 1:
         raise ConfigError(f"--topology={name} --slices={slices}: both must be at least 1.")
-    if kind == "gpu":
-        if hbm_gib <= 0:
+    if kind in ("cpu", "gpu"):
+        if kind == "gpu" and hbm_gib <= 0:
             raise ConfigError(f"--topology={name} needs --hbm_gib=N, the memory of one GPU in GiB, e.g. --hbm_gib=80.")
-        chip = _with_memory(GPU, hbm_gib)
-        return Topology(name, kind, [], count * slices, count * slices, -(-count // 8) * slices, chip, "")
-    if kind == "cpu":
         if slices > 1:
-            raise ConfigError(f"--slices={slices}: {name} is one host; slices are of TPUs and of groups of GPUs.")
+            raise ConfigError(f"--slices={slices}: slices are of TPUs; write {kind}:{count * slices} for more devices.")
         import jax
 
+        # Devices of the CPU stand for all of them; for GPUs nothing is compiled.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-        return Topology(name, kind, jax.devices()[:count], count, count, 1, _with_memory(CPU, hbm_gib), "")
+        chip = _with_memory(GPU if kind == "gpu" else CPU, hbm_gib)
+        hosts = -(-count // 8) if kind == "gpu" else 1
+        return Topology(name, kind, jax.devices()[:count], count, count, hosts, chip, "")
     devices = _tpu_devices(name, slices)
     chips = count * slices
     hosts = len({device.process_index for device in devices})
