@@ -30,6 +30,8 @@ OBJECTIVES: dict[str, Callable] = {
     for name in ("cispo", "reinforce", "ppo", "grpo", "dapo", "gspo", "unified")
 }
 
+CHUNK_TOKENS = 256  # of each device, whose logits are held at a time: with a vocabulary of 151,936 156 MB
+
 
 @dataclass
 class Programs:
@@ -78,7 +80,8 @@ def make_programs(
     """
     _check_experts(config, architecture)
     loss_fn, aggregation, cap = objective or resolve_objective(config.objective, None, [])
-    _check_rows(config, sharding.batch_devices(mesh))
+    devices = sharding.batch_devices(mesh)
+    _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
     sharding.check_divisible(architecture, mesh)
     sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling")
@@ -101,15 +104,27 @@ def make_programs(
         common = {"max_new_tokens": config.sampling.max_new_tokens, "eos_ids": eos_ids}
         return sampler(model, prompts, **_accepted(sampler, layout | options) | common)
 
+    def sample_in_batches(model, prompts, *, group_size, prompt_ids=None, **options):
+        """The same responses, `config.sampling.batch_rows` of them at a time."""
+        size = max(1, config.sampling.batch_rows // group_size)
+        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+        batches = [slice(i, i + size) for i in range(0, len(prompts), size)]
+        options["group_size"] = group_size
+        return Rollout.concatenate([sample(model, prompts[i], prompt_ids=ids[i], **options) for i in batches])
+
     def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share, expert_ids=None):
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
         # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
-        share = math.gcd(share, max(1, len(tokens_BX) // sharding.batch_devices(mesh)))
+        share = math.gcd(share, max(1, len(tokens_BX) // devices))
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
         states = models.response_states(model, tokens_BX, padding_mask_BX, expert_ids_BXLK=expert_ids, **options)
         tokens_BT = tokens_BX[:, -response_width:]
         outputs = fused_token_log_probs(
-            states.hidden_BTD, models.head_matrix(model), tokens_BT, temperature=config.sampling.temperature
+            states.hidden_BTD,
+            models.head_matrix(model),
+            tokens_BT,
+            temperature=config.sampling.temperature,
+            chunk_size=CHUNK_TOKENS * devices,
         )
         return *outputs, models.router_sums(states.routing)
 
@@ -139,7 +154,7 @@ def make_programs(
         train_step=sharding.OnMesh(mesh, train_step),
         score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn, **micro)),
         to_sampling=sharding.OnMesh(sampling_mesh, sampling_layout(abstract.model, sampling_mesh, dtype)),
-        sample=sharding.OnMesh(sampling_mesh, sample),
+        sample=sharding.OnMesh(sampling_mesh, sample_in_batches if config.sampling.batch_rows else sample),
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )
 

@@ -44,8 +44,31 @@ def param(key: jax.Array | None, init: Callable, shape: tuple[int, ...], axes: t
 
 
 def make_mesh(settings: MeshSettings = MeshSettings(), devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh data x fsdp x expert x tensor over `devices` (all by default); a size of -1 takes the devices that are left."""
+    """A mesh data x fsdp x expert x tensor over `devices` (all by default); a size of -1 takes the devices that are left.
+
+    Several slices (TPUs that only the data-centre network connects) split `data`, or else `fsdp`, whose devices talk least often.
+    """
     devices = jax.devices() if devices is None else devices
+    sizes = mesh_sizes(settings, len(devices))
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    count = len(by_slice)
+    axis = next((axis for axis in ("data", "fsdp") if sizes[axis] % count == 0), None)
+    if axis is None:
+        raise ConfigError(
+            f"config.mesh.data={sizes['data']}, config.mesh.fsdp={sizes['fsdp']}: the {count} slices split one of the two, which must "
+            f"be a multiple of {count}."
+        )
+    # Auto: shardings propagate by themselves; the default of jax.make_mesh would be Explicit.
+    types = (AxisType.Auto,) * len(AXES)
+    shape = tuple((sizes | {axis: sizes[axis] // count}).values())
+    meshes = [jax.make_mesh(shape, AXES, axis_types=types, devices=of_slice) for of_slice in by_slice.values()]
+    return Mesh(np.concatenate([m.devices for m in meshes], axis=AXES.index(axis)), AXES, axis_types=types)
+
+
+def mesh_sizes(settings: MeshSettings, devices: int) -> dict[str, int]:
+    """Devices along each axis, with -1 resolved."""
     sizes = {axis: getattr(settings, axis) for axis in AXES}
     described = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -54,14 +77,13 @@ def make_mesh(settings: MeshSettings = MeshSettings(), devices: list[jax.Device]
         raise ConfigError(f"{described}: sizes are positive, and at most one is -1 (= the devices that are left).")
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
     if free:
-        sizes[free[0]], rest = divmod(len(devices), fixed)
-    if (free and (rest or not sizes[free[0]])) or int(np.prod(list(sizes.values()))) != len(devices):
+        sizes[free[0]], rest = divmod(devices, fixed)
+    if (free and (rest or not sizes[free[0]])) or int(np.prod(list(sizes.values()))) != devices:
         raise ConfigError(
-            f"{described} does not fit {len(devices)} device(s): the product of the sizes must be {len(devices)}; set one "
+            f"{described} does not fit {devices} device(s): the product of the sizes must be {devices}; set one "
             "of them to -1 to take what is left."
         )
-    # Auto: shardings propagate by themselves; the default of jax.make_mesh would be Explicit.
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return sizes
 
 
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:
@@ -143,12 +165,15 @@ def shard_rows(mesh: Mesh, rows: Any) -> Any:
     return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), rows)
 
 
-def split_rows(x: jax.Array) -> jax.Array:
+def split_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     """Keeps the rows of an activation split over the batch axes of the mesh that the program is traced under, if there is one.
 
     Left to itself, the compiler moves activations where it should gather weights. A number of rows that does not divide stays as it is.
+    Where rows are not the first axis (a cache, stacked over layers) the other axes stay as they are.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names) or len(x) % batch_devices(mesh):
+    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names) or x.shape[axis] % batch_devices(mesh):
         return x
-    return jax.lax.with_sharding_constraint(x, P(BATCH, *(None,) * (x.ndim - 1)))
+    spec: list[Any] = [P.UNCONSTRAINED if axis else None] * x.ndim
+    spec[axis] = BATCH
+    return jax.lax.with_sharding_constraint(x, P(*spec))

@@ -33,6 +33,7 @@ MINIMUM: dict[str, float] = {
     "sampling.group_size": 2,
     "sampling.max_new_tokens": 1,
     "sampling.max_refills": 0,
+    "sampling.batch_rows": 0,
     "objective.num_minibatches": 1,
     "objective.num_epochs": 1,
     "objective.micro_batch_rows": 0,
@@ -140,6 +141,14 @@ def _validate_sampling(config: Config) -> None:
             f"config.objective.micro_batch_rows={objective.micro_batch_rows} does not divide the {rows} rows of a mini-batch "
             f"(prompts_per_step / num_minibatches x group_size). Valid: 0 (all) or {', '.join(map(str, divisors))}."
         )
+    if sampling.batch_rows:
+        G, P = sampling.group_size, sampling.prompts_per_step
+        valid = [n * G for n in range(1, P + 1) if P % n == 0]
+        if sampling.batch_rows not in valid:
+            raise ConfigError(
+                f"config.sampling.batch_rows={sampling.batch_rows}: valid are whole groups (config.sampling.group_size={G}) that "
+                f"divide the {P * G} responses of a step: 0 (all) or {', '.join(map(str, valid))}."
+            )
     if config.rewards.overlong_buffer > sampling.max_new_tokens:
         raise ConfigError(
             f"config.rewards.overlong_buffer={config.rewards.overlong_buffer} tokens is more than "

@@ -86,6 +86,7 @@ class SamplingSettings:
     prompts_per_step: int = 16  # P: prompts of one rollout batch
     group_size: int = 8  # G: responses of each prompt
     max_new_tokens: int = 64  # T: response tokens, the EOS included
+    batch_rows: int = 0  # responses decoded at a time, whole groups: their caches share the memory; 0 = all P x G
     temperature: float = 1.0
     top_p: float = 1.0  # must be 1 in training (the ratio would be biased)
     top_k: int = 0  # 0 = off; must be 0 in training

@@ -291,7 +291,8 @@ def prefill(
     `record` it keeps the experts that each token takes.
     """
     hidden_PSD, memory, routing = hidden_states(model, tokens_PS, mask_PS, dtype=dtype, return_cache=True)
-    memory = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=1), memory)
+    # P prompts may be too few to be split over all devices; their P x copies responses are not.
+    memory = jax.tree.map(lambda x: split_rows(jnp.repeat(x, copies, axis=1), axis=1), memory)
     kinds = [ATTENTION[model.config.kinds(place)[0]] for place in range(model.config.period)]
     memory = tuple(kind.with_room(stacked, room) for kind, stacked in zip(kinds, memory, strict=True))
     mask_BS = jnp.pad(jnp.repeat(mask_PS, copies, axis=0), ((0, 0), (0, room)))
@@ -300,7 +301,8 @@ def prefill(
         ids_PSLK = jnp.moveaxis(expert_ids(routing, model.config), 0, 2)
         pad = ((0, 0), (0, room), (0, 0), (0, 0))
         expert_ids_BSLK = jnp.pad(jnp.repeat(ids_PSLK, copies, axis=0), pad, constant_values=NO_EXPERT)
-    return jnp.repeat(hidden_PSD[:, -1], copies, axis=0), Cache(memory, mask_BS, expert_ids_BSLK)
+    hidden_BD = split_rows(jnp.repeat(hidden_PSD[:, -1], copies, axis=0))
+    return hidden_BD, Cache(memory, mask_BS, expert_ids_BSLK)
 
 
 def router_sums(routing: tuple[Routing | None, ...]) -> RouterSums | None:

@@ -1,0 +1,177 @@
+"""The programs of a run, compiled for the devices of a topology, and what the compiler says of each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cispo_jax import models, sharding
+from cispo_jax.config import Config
+from cispo_jax.programs import Programs, make_programs
+from cispo_jax.sampling import decode
+from cispo_jax.types import Batch
+from experiments.plan.hlo import Program
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows and columns of the programs."""
+
+    rows: int  # of an update
+    micro_rows: int  # of one forward and backward pass
+    decode_rows: int  # responses decoded at a time
+    prompts: int  # prefilled for them
+    prompt: int  # columns of a prompt
+    response: int  # of a response
+
+    @staticmethod
+    def of(config: Config) -> Sizes:
+        G, P = config.sampling.group_size, config.sampling.prompts_per_step
+        rows = P // config.objective.num_minibatches * G
+        decode_rows = config.sampling.batch_rows or P * G
+        return Sizes(
+            rows=rows,
+            micro_rows=config.objective.micro_batch_rows or rows,
+            decode_rows=decode_rows,
+            prompts=decode_rows // G,
+            prompt=config.data.max_prompt_tokens,
+            response=config.sampling.max_new_tokens,
+        )
+
+
+@dataclass
+class Compiled:
+    """What is known of one program, per device; None where the compiler refused it."""
+
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temp_bytes: int | None = None
+    peak_bytes: int | None = None
+    needed_bytes: int | None = None  # on a refusal, of its message
+    available_bytes: int | None = None
+    refusal: str = ""
+    compile_seconds: float = 0.0
+    program: Program | None = None
+
+
+class Lowered:
+    """The programs of a run with the shapes and layouts of their arguments; each method lowers one of them."""
+
+    def __init__(self, config: Config, architecture: models.TransformerConfig, mesh: jax.sharding.Mesh):
+        self.config, self.sizes = config, Sizes.of(config)
+        self.programs: Programs = make_programs(config, architecture, mesh, prompt_width=self.sizes.prompt)
+        self.state = _placed(self.programs.abstract_state, self.programs.shardings)
+
+    def train_step(self):
+        return self.programs.train_step.lower(self.state, self.batch(), jax.ShapeDtypeStruct((), jnp.float32))
+
+    def batch(self) -> Batch:
+        """A mini-batch as the trainer hands it to the step."""
+        B, S, T = self.sizes.rows, self.sizes.prompt, self.sizes.response
+        row = lambda dtype, *shape: jax.ShapeDtypeStruct(
+            shape, dtype, sharding=sharding.batch_sharding(self.programs.mesh)
+        )
+        replayed = None
+        if self.config.objective.routing_replay:
+            architecture = self.state.model.config
+            replayed = row(jnp.int16, B, S + T, architecture.num_layers, architecture.experts_per_token)
+        return Batch(
+            tokens=row(jnp.int32, B, S + T),
+            padding_mask=row(jnp.bool, B, S + T),
+            loss_mask=row(jnp.bool, B, T),
+            advantages=row(jnp.float32, B),
+            rollout_log_probs=row(jnp.float32, B, T),
+            old_log_probs=row(jnp.float32, B, T),
+            group_ids=row(jnp.int32, B),
+            expert_ids=replayed,
+        )  # fmt: skip
+
+    def reshard(self):
+        if not hasattr(self.programs.to_sampling, "lower"):
+            return None  # one float32 device samples from the model that it trains
+        return self.programs.to_sampling.lower(self.state.model)
+
+    def prefill(self):
+        return self._sample(response=1)
+
+    def decode(self):
+        return self._sample(response=self.sizes.response)
+
+    def sampler(self) -> Any:
+        """The model in its layout for sampling."""
+        mesh = self.programs.sampling_mesh
+        model = jax.eval_shape(self.programs.to_sampling, self.state.model)
+        return _placed(model, sharding.state_shardings(model, mesh))
+
+    def _sample(self, *, response: int):
+        mesh, sizes = self.programs.sampling_mesh, self.sizes
+        rows = sharding.batch_sharding(mesh)
+        if sizes.prompts % sharding.batch_devices(mesh):
+            rows = sharding.replicated(mesh)  # as `sharding.shard_rows`
+        prompts = lambda dtype, *shape: jax.ShapeDtypeStruct((sizes.prompts, *shape), dtype, sharding=rows)
+        return sharding.OnMesh(mesh, decode._sample).lower(
+            self.sampler(),
+            prompts(jnp.int32, sizes.prompt),
+            prompts(jnp.bool, sizes.prompt),
+            prompts(jnp.uint32),
+            np.zeros(1, np.int32),
+            np.uint32(0),
+            np.uint32(0),
+            np.float32(1),
+            group_size=sizes.decode_rows // sizes.prompts,
+            max_new_tokens=response,
+            greedy=False,
+            top_p=1.0,
+            top_k=0,
+            dtype=self.config.model.dtype,
+            record=self.config.objective.routing_replay,
+        )
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def bytes_of_device(tree: Any) -> int:
+    """Bytes of the first device's share of placed arrays."""
+    leaves = jax.tree.leaves(tree)
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+
+
+def compile_program(lower: Callable[[], Any], mesh: jax.sharding.Mesh) -> Compiled | None:
+    """Lowers and compiles one program; a refusal for want of memory is an answer, other errors are raised."""
+    started = time.monotonic()
+    lowered = lower()
+    if lowered is None:
+        return None
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        sizes = refused(str(error))
+        if sizes is None:
+            raise
+        return Compiled(None, None, None, None, *sizes, str(error), time.monotonic() - started)
+    memory = compiled.memory_analysis()
+    sizes_of = lambda name: int(getattr(memory, f"{name}_size_in_bytes"))
+    argument, output, temp, alias = map(sizes_of, ("argument", "output", "temp", "alias"))
+    # Outputs that take the place of donated arguments are not counted twice.
+    peak = int(getattr(memory, "peak_memory_in_bytes", 0)) or argument + output - alias + temp
+    program = Program(compiled.as_text(), mesh.shape)
+    return Compiled(argument, output, temp, peak, compile_seconds=time.monotonic() - started, program=program)
+
+
+def refused(message: str) -> tuple[int, int] | None:
+    """Needed and available bytes of a RESOURCE_EXHAUSTED message of the TPU compiler; None where it is something else."""
+    found = re.search(r"[Uu]sed ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm", message)
+    if found is None:
+        return None
+    return int(float(found[1]) * UNITS[found[2]]), int(float(found[3]) * UNITS[found[4]])

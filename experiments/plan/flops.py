@@ -1,0 +1,74 @@
+"""Floating-point operations of the programs by formula: a compiler's own count has the body of a loop once.
+
+One multiplication and one addition for each weight and token; attention as the program computes it, which by blocks skips most of
+what causality rules out. Norms, rotary positions, softmax and the optimizer are left out: below one per cent at the sizes that matter.
+"""
+
+from __future__ import annotations
+
+from cispo_jax.models import TransformerConfig
+from cispo_jax.models.attention import BLOCK
+
+
+def scores(T: int, S: int) -> int:
+    """Query-key pairs that attention of T queries over S columns computes for each head."""
+    if BLOCK * BLOCK >= T * S:
+        return T * S
+    queries, keys = -(-T // BLOCK), -(-S // BLOCK)
+    blocks = sum(min((S - T + (i + 1) * BLOCK - 1) // BLOCK + 1, keys) for i in range(queries))
+    return blocks * BLOCK * BLOCK
+
+
+def layer(config: TransformerConfig, place: int, tokens: int, pairs: int) -> int:
+    """Forward pass of one layer over `tokens` tokens with `pairs` query-key pairs of softmax attention."""
+    attention, mlp = config.kinds(place)
+    D, N, M, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+    if attention == "softmax":
+        total = 2 * tokens * D * H * (2 * N + 2 * M) + 4 * pairs * N * H
+    else:
+        block = min(config.lightning_block, tokens)
+        total = 2 * tokens * D * H * 5 * N + 4 * tokens * N * H * (block + H)
+    if mlp == "dense":
+        return total + 6 * tokens * D * config.mlp_dim
+    shared = config.shared_expert_dim
+    return (
+        total
+        + 2 * tokens * D * config.num_experts
+        + 6 * tokens * D * (config.experts_per_token * config.expert_dim + shared)
+    )
+
+
+def layers(config: TransformerConfig, tokens: int, pairs: int) -> int:
+    """Forward pass of all layers."""
+    return sum(layer(config, i, tokens, pairs) for i in range(config.num_layers))
+
+
+def head(config: TransformerConfig, tokens: int) -> int:
+    """Logits of `tokens` tokens."""
+    return 2 * tokens * config.embed_dim * config.vocab_size
+
+
+def train_step(config: TransformerConfig, *, rows: int, prompt: int, response: int, share: int, remat: bool) -> int:
+    """An update on `rows` rows: prompts once for `share` rows, backward twice the forward, once more forward with `remat`.
+
+    The fused head computes its logits again in the backward pass, so it counts 4 times.
+    """
+    prompts = rows // share
+    fed = response - 1  # the last token is never fed
+    forward = layers(config, prompts * prompt, prompts * scores(prompt, prompt)) + layers(
+        config, rows * fed, rows * scores(fed, prompt + fed)
+    )
+    return (4 if remat else 3) * forward + 4 * head(config, rows * response)
+
+
+def prefill(config: TransformerConfig, *, prompts: int, prompt: int, rows: int) -> int:
+    return layers(config, prompts * prompt, prompts * scores(prompt, prompt)) + head(config, rows)
+
+
+def decode_token(config: TransformerConfig, *, rows: int, columns: int) -> int:
+    """One token of every row, over a cache of `columns` columns (all are computed, seen or not)."""
+    total = sum(layer(config, i, rows, rows * columns) for i in range(config.num_layers)) + head(config, rows)
+    lightning = sum(config.kinds(i)[0] == "lightning" for i in range(config.num_layers))
+    # The recurrent form: a state of H x H a head moves on and is read.
+    per_layer = 4 * rows * config.num_heads * config.head_dim
+    return total - lightning * per_layer * min(config.lightning_block, rows)

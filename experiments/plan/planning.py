@@ -1,0 +1,227 @@
+"""From settings and a topology to the plan: one dict for each program, and whether all of them fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cispo_jax import models, sharding, weights
+from cispo_jax.config import Config, ConfigError, suggest
+from experiments.plan import estimate, flops
+from experiments.plan.chips import GIB, Topology
+from experiments.plan.compiling import Compiled, Lowered, Sizes, bytes_of_device, compile_program
+from experiments.plan.estimate import Split
+
+PROGRAMS = ("train_step", "reshard", "prefill", "decode")
+
+
+def architecture_of(config: Config) -> models.TransformerConfig:
+    """That of the preset, whose vocabulary counts; weights on this machine bring their own."""
+    if config.model.weights and config.model.preset not in models.PRESETS:
+        return weights.load_config(config.model.weights)
+    if config.model.preset not in models.PRESETS:
+        raise ConfigError(
+            f"config.model.preset={config.model.preset!r}: valid values are {', '.join(models.PRESETS)}."
+            + suggest(config.model.preset, models.PRESETS)
+        )
+    return models.PRESETS[config.model.preset]
+
+
+def plan(
+    config: Config,
+    topology: Topology,
+    *,
+    slices: int = 1,
+    programs: tuple[str, ...] = PROGRAMS,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """The whole plan as plain values; the contract of its keys is that of `--json` (see `__main__`)."""
+    architecture = architecture_of(config)
+    mesh = sharding.make_mesh(config.mesh, topology.devices)
+    lowered = Lowered(config, architecture, mesh)
+    sizes, sampling_mesh = lowered.sizes, lowered.programs.sampling_mesh
+    split, sampling_split = Split.of(mesh.shape), Split.of(sampling_mesh.shape)
+    state, sampler = bytes_of_device(lowered.state), bytes_of_device(lowered.sampler())
+    share = estimate.share_of(config, sizes, split)
+    result: dict[str, Any] = {
+        "topology": _describe(topology, slices),
+        "mesh": dict(mesh.shape),
+        "sampling_mesh": dict(sampling_mesh.shape),
+        "estimate": topology.platform == "gpu",
+        "sizes": dataclasses.asdict(sizes) | {"tokens_per_row": sizes.prompt + sizes.response},
+        "state_bytes": state,
+        "sampler_bytes": sampler,
+        "cache_bytes_of_row": estimate.cache_bytes_of_row(config, architecture, sizes, sampling_split),
+    }
+    all_flops = {
+        "train_step": flops.train_step(
+            architecture, rows=sizes.rows, prompt=sizes.prompt, response=sizes.response, share=share, remat=config.model.remat
+        ),
+        "reshard": 0,
+        "prefill": flops.prefill(architecture, prompts=sizes.prompts, prompt=sizes.prompt, rows=sizes.decode_rows),
+        "decode": flops.decode_token(architecture, rows=sizes.decode_rows, columns=sizes.prompt + sizes.response),
+    }  # fmt: skip
+    traffic = {
+        "train_step": estimate.train_traffic(config, architecture, sizes, split, lowered.state),
+        "reshard": bytes_of_device(lowered.state.model) + sampler,
+        "prefill": sampler,
+        "decode": estimate.decode_traffic(config, architecture, sizes, sampling_split, sampler),
+    }
+    # What lies in memory beside a program's own arguments.
+    resident = {
+        "train_step": 0,
+        "reshard": state - bytes_of_device(lowered.state.model),
+        "prefill": state,
+        "decode": state,
+    }
+    for name in programs:
+        if result["estimate"]:
+            compiled: Compiled | None = _estimated(name, config, architecture, lowered, split, sampling_split)
+        else:
+            say(f"compiling {name} ...")
+            program_mesh = mesh if name in ("train_step", "reshard") else sampling_mesh
+            compiled = compile_program(getattr(lowered, name), program_mesh)
+        if compiled is None:
+            continue
+        entry = _entry(compiled, resident[name], topology)
+        entry["flops"] = all_flops[name] / mesh.size
+        collectives: dict[str, float] = {}
+        if compiled.program is not None:
+            loop = compiled.program.token_loop if name == "decode" else None
+            if name != "decode" or loop is not None:
+                collectives = compiled.program.bytes_by_axis(loop)
+                entry["collectives"] = compiled.program.bytes_by_kind(loop)
+            entry["collective_bytes"] = collectives
+            if name == "decode":
+                _refuse_moved_weights(compiled, architecture, sizes, config)
+        entry["roofline"] = estimate.roofline(
+            topology, flops=entry["flops"], memory_bytes=traffic[name], collective_bytes=sum(collectives.values())
+        )
+        if name == "decode":
+            entry["per"] = "token of every row"
+            entry["seconds_per_token"] = max(entry["roofline"].values())
+            entry["slots"] = _slots(entry, config, architecture, sizes, sampling_split)
+        result[name] = entry
+        say(
+            f"{name}: {_gib(entry['peak_bytes'])} of {entry['hbm_bytes'] / GIB:.1f} GiB, {compiled.compile_seconds:.0f} s"
+        )
+    result["fits"] = all(result[name]["fits"] for name in programs if name in result)
+    if not result["fits"]:
+        result["missing_bytes"] = max(result[name]["missing_bytes"] for name in programs if name in result)
+        result["suggestion"] = next(suggestions(config, architecture, topology, lowered), None)
+    return result
+
+
+def _entry(compiled: Compiled, resident: int, topology: Topology) -> dict[str, Any]:
+    """`fits` = the compiler accepted, and what it needs fits beside what is resident."""
+    hbm = topology.hbm_bytes
+    needed = compiled.needed_bytes if compiled.peak_bytes is None else compiled.peak_bytes
+    assert needed is not None
+    available = compiled.available_bytes or hbm
+    missing = max(0, needed + resident - available)
+    return {
+        "argument_bytes": compiled.argument_bytes,
+        "output_bytes": compiled.output_bytes,
+        "temp_bytes": compiled.temp_bytes,
+        "peak_bytes": compiled.peak_bytes,
+        "resident_bytes": resident,
+        "needed_bytes": needed + resident,
+        "hbm_bytes": available,
+        "missing_bytes": missing,
+        "fits": compiled.peak_bytes is not None and not missing,
+        "compile_seconds": round(compiled.compile_seconds, 1),
+    }
+
+
+def _estimated(
+    name: str, config: Config, architecture, lowered: Lowered, split: Split, sampling_split: Split
+) -> Compiled:
+    """The same figures by arithmetic."""
+    state, sampler = lowered.state, bytes_of_device(lowered.sampler())
+    if name == "train_step":
+        arguments, outputs = bytes_of_device(state) + bytes_of_device(lowered.batch()), bytes_of_device(state)
+        temporary = estimate.train_temporaries(config, architecture, lowered.sizes, split, state)
+        peak = arguments + temporary  # the state is donated
+    else:
+        arguments = bytes_of_device(state.model) if name == "reshard" else sampler
+        outputs = sampler if name == "reshard" else lowered.sizes.decode_rows * lowered.sizes.response * 9
+        outputs //= 1 if name == "reshard" else sampling_split.rows
+        sizes = dataclasses.replace(lowered.sizes, response=1) if name == "prefill" else lowered.sizes
+        temporary = 0 if name == "reshard" else estimate.decode_temporaries(config, architecture, sizes, sampling_split)
+        peak = arguments + outputs + temporary
+    return Compiled(arguments, outputs, temporary, peak)
+
+
+def _slots(entry: dict[str, Any], config: Config, architecture, sizes: Sizes, split: Split) -> int:
+    """Responses that can be decoded at a time: what is left beside them, in caches."""
+    rows = -(-sizes.decode_rows // split.rows)
+    cache = rows * estimate.cache_bytes_of_row(config, architecture, sizes, split)
+    beside = entry["needed_bytes"] - max(cache, (entry["temp_bytes"] or cache))
+    per_row = max(cache, entry["temp_bytes"] or cache) / rows
+    return max(0, int((entry["hbm_bytes"] - beside) // per_row)) * split.rows
+
+
+def _refuse_moved_weights(compiled: Compiled, architecture, sizes: Sizes, config: Config) -> None:
+    assert compiled.program is not None
+    D, M, H = architecture.embed_dim, architecture.num_kv_heads, architecture.head_dim
+    smallest = D * M * H // (compiled.program.mesh_shape["tensor"])
+    moved = compiled.program.moved_weights(smallest, sizes.decode_rows)
+    if moved:
+        one = max(moved, key=lambda c: c.sent)
+        raise ConfigError(
+            f"the decode loop moves weights between devices for every token: {one.kind} of {list(one.shape)} along {one.axes} "
+            f"({len(moved)} such collectives). Split sampling otherwise: config.mesh.sampling.tensor={config.mesh.sampling.tensor}, "
+            f"config.mesh.sampling.expert={config.mesh.sampling.expert}."
+        )
+
+
+def suggestions(config: Config, architecture, topology: Topology, lowered: Lowered) -> Iterator[dict[str, Any]]:
+    """Settings that would fit by arithmetic, nearest first: fewer rows at a time, then more devices for heads."""
+    rows, devices = lowered.sizes.rows, topology.count
+    G, P = config.sampling.group_size, config.sampling.prompts_per_step
+    expert = lowered.programs.mesh.shape["expert"]
+    for tensor in (n for n in (1, 2, 4, 8, 16) if devices % (n * expert) == 0):
+        if any(size % tensor for size in (architecture.num_heads, architecture.num_kv_heads, architecture.mlp_dim)):
+            continue
+        split = Split(devices // tensor, tensor, expert)
+        if rows % split.rows:
+            continue
+        for micro in sorted((m for m in range(split.rows, rows + 1, split.rows) if rows % m == 0), reverse=True):
+            sizes = dataclasses.replace(lowered.sizes, micro_rows=micro)
+            state = bytes_of_device(lowered.state)
+            train = state + estimate.train_temporaries(config, architecture, sizes, split, lowered.state)
+            if train > topology.hbm_bytes:
+                continue
+            for sampling_tensor in (
+                n for n in (1, 2, 4, 8) if devices % (n * expert) == 0 and architecture.num_kv_heads % n == 0
+            ):
+                sampling = Split(devices // sampling_tensor, sampling_tensor, expert)
+                weights_bytes = (
+                    models.count_parameters(architecture).total * estimate.width(config) / sampling_tensor / expert
+                )
+                free = topology.hbm_bytes - state - weights_bytes
+                slots = estimate.slots(0.8 * free, config, architecture, lowered.sizes, sampling)
+                fitting = [n * G for n in range(1, P + 1) if P % n == 0 and n * G <= slots]
+                if fitting:
+                    yield {
+                        "config.mesh.tensor": tensor,
+                        "config.mesh.expert": expert,
+                        "config.mesh.fsdp": -1,
+                        "config.objective.micro_batch_rows": micro if micro < rows else 0,
+                        "config.mesh.sampling.tensor": sampling_tensor,
+                        "config.sampling.batch_rows": max(fitting) if max(fitting) < P * G else 0,
+                    }
+
+
+def _describe(topology: Topology, slices: int) -> dict[str, Any]:
+    return {
+        "name": topology.name, "slices": slices, "devices": topology.count, "chips": topology.chips, "hosts": topology.hosts,
+        "accelerator_type": topology.alias, "hbm_bytes": topology.hbm_bytes, "peak_flops": topology.chip.flops / topology.per_chip,
+        "hbm_bandwidth": topology.chip.hbm_bandwidth / topology.per_chip,
+        "link_bandwidth": topology.chip.link_bandwidth / topology.per_chip, "source": topology.chip.source,
+    }  # fmt: skip
+
+
+def _gib(value: int | None) -> str:
+    return "does not fit" if value is None else f"{value / GIB:.1f}"
