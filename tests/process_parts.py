@@ -99,6 +99,15 @@ def train(folder: Path) -> None:
     (folder / f"scored_{jax.process_index()}.json").write_text(json.dumps(scored))
 
 
+def even():
+    """An architecture whose vocabulary splits over two devices."""
+    import dataclasses
+
+    import debug_run
+
+    return dataclasses.replace(debug_run.TINY, vocab_size=18)
+
+
 def state_on(mesh):
     """A state whose leaves are all different, made from the host's values."""
     import debug_run
@@ -109,7 +118,7 @@ def state_on(mesh):
     from cispo_jax.training.train_step import init_state
 
     optimizer = make_optimizer(debug_run.config().optimizer)
-    abstract = jax.eval_shape(lambda: init_state(debug_run.model(), optimizer))
+    abstract = jax.eval_shape(lambda: init_state(debug_run.model(even()), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
     numbers = iter(range(1000))
     values = jax.tree.map(lambda x: np.random.default_rng(next(numbers)).normal(size=x.shape).astype(x.dtype), abstract)
@@ -118,7 +127,6 @@ def state_on(mesh):
 
 def write(folder: Path) -> None:
     """A checkpoint and a Hugging Face folder, from 2 x 2 devices."""
-    import debug_run
     import jax
 
     from cispo_jax import sharding, weights
@@ -130,7 +138,7 @@ def write(folder: Path) -> None:
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     checkpoints.save(1, state, {"position": 4})
     checkpoints.close()
-    weights.save_pretrained(folder / "model", state.model, debug_run.TINY, max_shard_bytes=3000)
+    weights.save_pretrained(folder / "model", state.model, even(), max_shard_bytes=3000)
     assert len(list((folder / "model").glob("*.safetensors"))) > 2
 
 
