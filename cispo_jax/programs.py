@@ -46,7 +46,7 @@ class Programs:
     log_probs_fn: Callable
     train_step: Callable
     score_step: Callable
-    to_sampling: Callable[[Any], Any]
+    to_sampling: sharding.OnMesh
     sample: Callable[..., Rollout]
     shard_rows: Callable[[np.ndarray], jax.Array]
 
