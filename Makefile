@@ -15,9 +15,10 @@ demo: .venv/train.stamp  ## CISPO on a real language model: runs configs/quickst
 test: .venv/dev.stamp  ## the tests, less the slow ones; one process a core, at most four
 	.venv/bin/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
-lint: .venv/dev.stamp  ## format, lint and types
+lint: .venv/dev.stamp  ## format, lint (Python and shell) and types
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	.venv/bin/shellcheck experiments/launch/*.sh
 	.venv/bin/mypy
 
 check: lint test  ## what a change must pass (warnings are errors)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from cispo_jax import data, models, rewards, sharding, weights
+from cispo_jax import data, distributed, models, rewards, sharding, weights
 from cispo_jax.config import Config, ConfigError, suggest
 from cispo_jax.data import tokenizers
 from cispo_jax.programs import Programs, make_programs, resolve_objective
@@ -70,7 +70,8 @@ def build(
             + suggest(config.model.preset, models.PRESETS)
         )
     tokenizer = _tokenizer(config)
-    problems = data.load(config.data) if dataset is None else data.from_examples(dataset, config.data)
+    with distributed.main_first("data"):
+        problems = data.load(config.data) if dataset is None else data.from_examples(dataset, config.data)
     notes.append(problems.description)
     prompter = data.Prompter(config.data, tokenizer)
     problems = dataclasses.replace(
@@ -114,7 +115,7 @@ def build(
 
     def make_model():
         if model is not None:
-            return jax.device_put(model, programs.shardings.model)
+            return jax.tree.map(distributed.from_host, model, programs.shardings.model)
         if config.model.weights:
             return weights.load_pretrained(config.model.weights, mesh=mesh)[0]
         return programs.new_model()
@@ -155,9 +156,13 @@ def _scorer(config: Config, problems: Any, reward: Callable | None) -> rewards.S
     """The rewards of the settings, or `reward` alone; tried once on a made-up response, so that a typo shows at once."""
     settings = config.rewards
     if reward is not None:
-        scorer = rewards.Scorer({getattr(reward, "__name__", "reward"): reward}, workers=settings.workers)
+        scorer = rewards.Scorer(
+            {getattr(reward, "__name__", "reward"): reward}, workers=settings.workers, divide=distributed.divide
+        )
     else:
-        scorer = rewards.build(settings, problems.scorer, max_new_tokens=config.sampling.max_new_tokens)
+        scorer = rewards.build(
+            settings, problems.scorer, max_new_tokens=config.sampling.max_new_tokens, divide=distributed.divide
+        )
     scorer.check(problems.train[0])
     return scorer
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from cispo_jax import distributed, storage
 from cispo_jax.config import EvaluationSettings
 from cispo_jax.types import Rollout
 
@@ -46,8 +47,7 @@ def evaluate(
     examples = [examples[i] for i in range(min(settings.num_problems or len(examples), len(examples)))]
     responses, rollout = _respond(model, examples, settings, 0, sample, encode, decode, seed, step)
     lengths = rollout.lengths
-    arguments = dict(examples=examples, finish_reasons=rollout.finish_reasons, response_tokens=lengths.tolist())
-    correct = is_correct(responses, **arguments)
+    correct = _scores(is_correct, responses, examples, rollout)
     rewards, _ = score(responses, examples, rollout.finish_reasons, lengths.tolist())
     right = [value >= 1 for value in correct if value is not None]
     low, high = wilson_interval(sum(right), len(right))
@@ -64,9 +64,7 @@ def evaluate(
         k = settings.samples
         repeated = [example for example in examples for _ in range(k)]
         texts, sampled = _respond(model, examples, settings, k, sample, encode, decode, seed, step)
-        scores = is_correct(
-            texts, examples=repeated, finish_reasons=sampled.finish_reasons, response_tokens=sampled.lengths.tolist()
-        )
+        scores = _scores(is_correct, texts, repeated, sampled, k)
         grid = np.array([np.nan if s is None else float(s >= 1) for s in scores]).reshape(-1, k)
         per_problem = np.array([row[~np.isnan(row)].mean() for row in grid if not np.isnan(row).all()])
         mean = float(per_problem.mean()) if len(per_problem) else math.nan
@@ -97,9 +95,10 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> Interval:
     return max(center - half, 0.0) / (1 + z**2 / trials), min((center + half) / (1 + z**2 / trials), 1.0)
 
 
+@distributed.main_only
 def write_records(path: epath.Path, records: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    storage.write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def compare(before: epath.Path, after: epath.Path) -> str:
@@ -143,4 +142,18 @@ def _respond(model, examples, settings, k, sample, encode, decode, seed, step):
         )  # fmt: skip
         rollouts.append(rollout.take(np.arange(real * k)))
     rollout = Rollout.concatenate(rollouts)
-    return [decode(ids) for ids in rollout.responses()], rollout
+    responses = rollout.responses()
+    return distributed.divide(lambda mine: [decode(ids) for ids in responses[mine]], len(responses)), rollout
+
+
+def _scores(is_correct, texts, examples, rollout: Rollout, k: int = 1) -> list[float | None]:
+    """Each process scores its share of the problems, with all k responses to each."""
+    reasons, lengths = rollout.finish_reasons, rollout.lengths.tolist()
+
+    def score(problems: slice) -> list[float | None]:
+        rows = slice(problems.start * k, problems.stop * k)
+        return is_correct(
+            texts[rows], examples=examples[rows], finish_reasons=reasons[rows], response_tokens=lengths[rows]
+        )
+
+    return distributed.divide(score, len(texts) // k)

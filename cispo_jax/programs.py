@@ -46,7 +46,7 @@ class Programs:
     log_probs_fn: Callable
     train_step: Callable
     score_step: Callable
-    to_sampling: Callable[[Any], Any]
+    to_sampling: sharding.OnMesh
     sample: Callable[..., Rollout]
     shard_rows: Callable[[np.ndarray], jax.Array]
 
@@ -83,12 +83,13 @@ def make_programs(
     devices = sharding.batch_devices(mesh)
     _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
+    sharding.check_divisible(architecture, mesh)
+    sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling")
     optimizer = make_optimizer(config.optimizer)
     dtype = jnp.dtype(config.model.dtype)
     key = jax.random.key(config.seed)
     abstract = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=key), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
-    sharding.check_divisible(abstract.model, shardings.model, mesh)
 
     sampler = sample_groups if sample_fn is None else sample_fn
     layout = {
@@ -152,7 +153,7 @@ def make_programs(
         log_probs_fn=log_probs_fn,
         train_step=sharding.OnMesh(mesh, train_step),
         score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn, **micro)),
-        to_sampling=sampling_layout(abstract.model, sampling_mesh, dtype),
+        to_sampling=sharding.OnMesh(sampling_mesh, sampling_layout(abstract.model, sampling_mesh, dtype)),
         sample=sharding.OnMesh(sampling_mesh, sample_in_batches if config.sampling.batch_rows else sample),
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from cispo_jax import evaluation, masked
+from cispo_jax import distributed, evaluation, masked, storage
 from cispo_jax.config import Config, ConfigError
 from cispo_jax.routing import RouterSums, router_metrics
 
@@ -28,6 +28,7 @@ UPDATE_METRICS = (
 )  # fmt: skip
 
 
+@distributed.main_only
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -59,8 +60,6 @@ class StepReport:
         self._values |= values
 
     def update(self, index: int, metrics: dict[str, Any], rate: float) -> None:
-        if jax.default_backend() == "cpu" and jax.device_count() > 1:
-            jax.block_until_ready(metrics)  # several fake devices deadlock when steps are enqueued without waiting
         self._updates[index] = metrics
         self._values["optimizer/learning_rate"] = rate
 
@@ -156,19 +155,21 @@ class WarmStartReport:
 
 
 class Trace:
-    """A `jax.profiler` trace of the rollout steps in `steps`, written to WORKDIR/profile; use as a context around the loop."""
+    """A `jax.profiler` trace of the main process in the rollout steps `steps`, in WORKDIR/profile; a context around the loop."""
 
     def __init__(self, steps: range, directory: epath.Path):
-        self._steps, self._directory, self._running = steps, directory, False
+        self._steps, self._running = steps if distributed.is_main() else range(0), False
+        self._directory, self._files = directory, storage.LocalFolder(directory)
 
     def step(self, step: int) -> None:
         """Call before each step."""
         if (step in self._steps) != self._running:
-            self._stop() if self._running else jax.profiler.start_trace(str(self._directory))
+            self._stop() if self._running else jax.profiler.start_trace(str(self._files.path))
             self._running = step in self._steps
 
     def _stop(self) -> None:
         jax.profiler.stop_trace()
+        self._files.put()
         say(f"profile written to {self._directory} (xprof or tensorboard --logdir)")
 
     def __enter__(self):
@@ -222,6 +223,7 @@ def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict
     return metrics
 
 
+@distributed.main_only
 def compare_config(workdir: epath.Path, config: dict[str, Any]) -> None:
     """Says which settings differ from those in the directory's config.json."""
     path = workdir / "config.json"
@@ -238,18 +240,24 @@ def compare_config(workdir: epath.Path, config: dict[str, Any]) -> None:
         say(f"warning: these settings differ from the run in this directory: {listed}")
 
 
+@distributed.main_only
 def write_config(workdir: epath.Path, config: dict[str, Any]) -> None:
-    """config.json, whole or not at all."""
-    unfinished = workdir / "config.json.tmp"
-    unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    unfinished.replace(workdir / "config.json")
+    storage.write_text(workdir / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def refuse_a_used_directory(workdir: epath.PathLike) -> None:
+    path = storage.absolute(workdir)
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(
+            f"--noresume: {workdir} is not empty. Give an empty directory, or leave the flag out to go on with this run."
+        )
+    distributed.barrier("looked into the directory")  # before another process writes there
 
 
 def make_workdir(workdir: epath.PathLike) -> epath.Path:
     """The run's directory, made if it is not there; absolute if it is local."""
     try:
-        path = epath.Path(workdir)
-        path = path if "://" in str(workdir) else path.resolve()
+        path = storage.absolute(workdir)
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ImportError, ValueError, NotImplementedError) as error:
         raise ConfigError(
@@ -265,7 +273,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def final_words(workdir: epath.Path, num_steps: int) -> str:
+@distributed.main_only
+def say_final_words(workdir: epath.Path, num_steps: int) -> None:
     """Before and after, and where to look."""
     before, after = (workdir / "evaluations" / f"step_{step:06d}.jsonl" for step in (0, num_steps))
     table = evaluation.compare(before, after) + "\n" if before.exists() and after.exists() else ""
@@ -276,4 +285,4 @@ def final_words(workdir: epath.Path, num_steps: int) -> str:
         "tensorboard": f"tensorboard --logdir {workdir}/tensorboard",
     }
     lines = [f"  {name:<32}{what}" for name, what in files.items() if (workdir / name).exists()]
-    return "\n".join([f"\n{table}", f"Run directory: {workdir}", *lines])
+    say("\n".join([f"\n{table}", f"Run directory: {workdir}", *lines]))

@@ -21,6 +21,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cispo_jax import distributed
 from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -94,18 +95,27 @@ def state_shardings(abstract: Any, mesh: Mesh) -> Any:
         return nnx.get_named_sharding(abstract, mesh)
 
 
-def check_divisible(abstract: Any, shardings: Any, mesh: Mesh) -> None:
-    """Raises a `ConfigError` that names the parameter and the mesh sizes if a dimension does not split evenly."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
-    for (path, leaf), placed in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        for size, axis in zip(leaf.shape, placed.spec, strict=False):
-            if axis is not None and size % mesh.shape[axis]:
-                name = jax.tree_util.keystr(path).removesuffix(".value").strip(".")
-                valid = [n for n in range(1, mesh.size + 1) if size % n == 0 and mesh.size % n == 0]
-                raise ConfigError(
-                    f"config.mesh.{axis}={mesh.shape[axis]} does not divide a dimension of size {size} of the parameter {name} "
-                    f"{leaf.shape}: valid sizes for it on {mesh.size} devices are {', '.join(map(str, valid))}."
-                )
+def check_divisible(architecture: Any, mesh: Mesh, setting: str = "config.mesh") -> None:
+    """Raises a `ConfigError` that names the mesh size, what of the model it does not divide, and the sizes that do."""
+    kinds = {*architecture.attention, *architecture.mlp}
+    split = {
+        "fsdp": ["embed_dim"],
+        "expert": ["num_experts"] * ("moe" in kinds),
+        "tensor": ["vocab_size", "num_heads"]
+        + ["num_kv_heads"] * ("softmax" in kinds)
+        + ["mlp_dim"] * ("dense" in kinds)
+        + ["expert_dim", "shared_expert_dim"] * ("moe" in kinds),
+    }
+    for axis, names in split.items():
+        sizes = {name: getattr(architecture, name) for name in names}
+        wrong = [f"{name}={size:,}" for name, size in sizes.items() if size % mesh.shape[axis]]
+        if wrong:
+            divides = lambda n, sizes=sizes: mesh.size % n == 0 and all(size % n == 0 for size in sizes.values())
+            valid = ", ".join(str(n) for n in range(1, mesh.size + 1) if divides(n))
+            raise ConfigError(
+                f"{setting}.{axis}={mesh.shape[axis]} does not divide {', '.join(wrong)} of config.model: valid sizes on {mesh.size} "
+                f"devices are {valid}."
+            )
 
 
 def sampling_mesh(mesh: Mesh, settings: SamplingMeshSettings | None = None) -> Mesh:
@@ -131,7 +141,7 @@ class OnMesh:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
-            return self.function(*args, **options)
+            return distributed.settle(self.function(*args, **options))
 
     def lower(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
@@ -154,8 +164,8 @@ def batch_devices(mesh: Mesh | AbstractMesh) -> int:
 
 def shard_rows(mesh: Mesh, rows: Any) -> Any:
     """Host rows (a tree of arrays) split over the batch axes of the mesh; whole on every device where they do not divide."""
-    put = lambda x: jax.device_put(x, replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh))
-    return jax.tree.map(put, rows)
+    layout = lambda x: replicated(mesh) if len(x) % batch_devices(mesh) else batch_sharding(mesh)
+    return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), rows)
 
 
 def constrain(x: jax.Array, *spec: Any) -> jax.Array:

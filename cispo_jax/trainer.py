@@ -10,6 +10,7 @@
   8. after step        evaluate, log, save
 
 `train` resumes by itself: a run directory with a checkpoint goes on after it, with the same numbers as if it had never stopped.
+Several processes each run this loop on the same host state; what they share out and who writes lies behind functions (`distributed.py`).
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ import jax
 import numpy as np
 from etils import epath
 
-from cispo_jax import diagnostics
-from cispo_jax.config import Config, ConfigError, from_config_dict, profile_steps, to_dict
+from cispo_jax import diagnostics, distributed
+from cispo_jax.config import Config, from_config_dict, profile_steps, to_dict
 from cispo_jax.reporting import (
     StepReport,
     Trace,
     WarmStartReport,
     compare_config,
     evaluate_and_record,
-    final_words,
     make_workdir,
+    refuse_a_used_directory,
     say,
+    say_final_words,
     timed_line,
     write_config,
 )
@@ -81,14 +83,13 @@ def train(
 
     Raises:
       ConfigError: settings or inputs that cannot work, before anything is compiled.
+      SystemExit: with code 75, when SIGTERM has ended the run after a step and its checkpoint; the same call goes on.
     """
     from cispo_jax import building  # the packages of the layers below; the loop itself only sees functions
 
     config = from_config_dict(config)
-    if not resume and epath.Path(workdir).is_dir() and any(epath.Path(workdir).iterdir()):
-        raise ConfigError(
-            f"--noresume: {workdir} is not empty. Give an empty directory, or leave the flag out to go on with this run."
-        )
+    if not resume:
+        refuse_a_used_directory(workdir)
     run = building.build(config, dataset=dataset, reward=reward, objective=objective, model=model, sample_fn=sample_fn)
     for note in run.notes:
         say(note)
@@ -104,6 +105,7 @@ def train(
         for resource in (run.score, writer, checkpoints):
             stack.callback(resource.close)
         trace = stack.enter_context(Trace(profile_steps(config.profile), workdir / "profile"))
+        stop = stack.enter_context(distributed.stop_requests())
         if state.step == 0:
             metrics = evaluate_and_record(run, state, workdir)
             writer.metrics(0, metrics)
@@ -111,13 +113,15 @@ def train(
             trace.step(step)
             metrics = rollout_step(run, state, step, writer, checkpoints)
             # ---- 8. after step
-            last = step == config.num_steps
+            last, stopping = step == config.num_steps, stop(step)
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
                 metrics |= evaluate_and_record(run, state, workdir)
             writer.metrics(step, metrics)
-            if last or step % config.checkpoint.every == 0:
+            if last or stopping or step % config.checkpoint.every == 0:
                 checkpoints.save(step, state.train, {"position": state.position})
-    say(final_words(workdir, config.num_steps))
+            if stopping and not last:
+                stop_early(step, checkpoints)
+    say_final_words(workdir, config.num_steps)
     return metrics
 
 
@@ -161,7 +165,8 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
         for rows in minibatches(config, step, num_epochs=1):
             if loss_mask[rows].any():
                 parts = run.shard_rows((tokens[rows], padding_mask[rows], rollout.take(rows).expert_ids))
-                trainer_log_probs[rows] = run.score_step(state.train.model, *parts[:2], loss_mask.shape[1], parts[2])
+                log_probs = run.score_step(state.train.model, *parts[:2], loss_mask.shape[1], parts[2])
+                trainer_log_probs[rows] = distributed.to_host(log_probs)
         report.values(diagnostics.rollout_mismatch(trainer_log_probs, rollout.log_probs, loss_mask))
         old_log_probs = trainer_log_probs if config.objective.anchor == "old" else rollout.log_probs
         batch = Batch(
@@ -218,6 +223,13 @@ def start_or_resume(run, checkpoints: Checkpoints, workdir: epath.Path) -> RunSt
     return state
 
 
+def stop_early(step: int, checkpoints: Checkpoints) -> None:
+    """Ends a run that was asked to stop, once the checkpoint of its last step is complete."""
+    checkpoints.wait()
+    say(f"stopped by SIGTERM after rollout step {step}, which is saved: the same command goes on from here")
+    raise SystemExit(75)
+
+
 def next_prompts(run, state: RunState) -> tuple[list[dict[str, Any]], list[int]]:
     """P examples and their prompt ids: positions in the stream, so that no two prompts of a run share their randomness."""
     ids = list(range(state.position, state.position + run.config.sampling.prompts_per_step))
@@ -228,7 +240,8 @@ def next_prompts(run, state: RunState) -> tuple[list[dict[str, Any]], list[int]]
 def score(run, rollout: Rollout, examples: list[dict[str, Any]], step: int) -> Scored:
     """Rewards of every response, from its decoded text; the sampled ids are what is trained on."""
     P, G = len(examples), run.config.sampling.group_size
-    texts = [run.tokenizer.decode(ids) for ids in rollout.responses()]
+    responses = rollout.responses()
+    texts = distributed.divide(lambda mine: [run.tokenizer.decode(ids) for ids in responses[mine]], len(responses))
     rows = [example for example in examples for _ in range(G)]
     total, parts = run.score(texts, rows, rollout.finish_reasons, rollout.lengths.tolist())
     rewards = np.array([np.nan if value is None else value for value in total], np.float64)

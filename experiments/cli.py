@@ -25,12 +25,17 @@ from cispo_jax.config import Config, ConfigError, from_config_dict, set_from_tex
 
 
 def define_flags(*, workdir: bool = True) -> None:
-    """--config and --workdir, the same for every command."""
+    """--config, --workdir and who this process is, the same for every command."""
     flags.DEFINE_string(
         "config", None, "config page, e.g. configs/quickstart.py; --config.section.key=value changes a setting"
     )
     if workdir:
         flags.DEFINE_string("workdir", None, "directory of the run; made if it is not there")
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0, where no cluster says how many processes there are"
+    )
+    flags.DEFINE_integer("num_processes", None, "processes of this run; each is started with the same command")
+    flags.DEFINE_integer("process_id", None, "which of them this one is: 0 to num_processes - 1")
 
 
 def quiet() -> None:
@@ -46,6 +51,15 @@ def quiet() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+def start() -> None:
+    """What a command that works on devices does first: `quiet`, and joining the other processes of the run."""
+    quiet()
+    from cispo_jax import distributed
+
+    names = flags.FLAGS
+    distributed.initialize(names.coordinator, names.num_processes, names.process_id)
+
+
 def run(main: Callable[[Config], int | None], argv: list[str] | None = None) -> None:
     """Parses the command line, calls `main(config)` and exits with its code; a `ConfigError` becomes one paragraph and code 2."""
     if argv is None:
@@ -54,9 +68,16 @@ def run(main: Callable[[Config], int | None], argv: list[str] | None = None) -> 
         config = parse(sys.argv if argv is None else argv)
         code = main(config)
     except ConfigError as error:
-        print(textwrap.fill(f"error: {error}", 120, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
-        sys.exit(2)
+        _fail(textwrap.fill(f"error: {error}", 120, break_long_words=False, break_on_hyphens=False))
     sys.exit(code or 0)
+
+
+def _fail(paragraph: str) -> None:
+    distributed = sys.modules.get("cispo_jax.distributed")  # not loaded: nothing has been started
+    if distributed is not None:
+        distributed.fail(paragraph, 2)
+    print(paragraph, file=sys.stderr)
+    sys.exit(2)
 
 
 def _use_huge_pages() -> None:

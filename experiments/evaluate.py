@@ -14,15 +14,13 @@ from experiments import cli
 
 
 def main(config) -> None:
-    cli.quiet()
-    from etils import epath
-
-    from cispo_jax import building, reporting
+    cli.start()
+    from cispo_jax import building, reporting, storage
     from cispo_jax.trainer import RunState
     from cispo_jax.training.checkpoint import Checkpoints
 
     run = building.build(config)
-    workdir = epath.Path(flags.FLAGS.workdir).resolve()
+    workdir = storage.absolute(flags.FLAGS.workdir)
     reporting.compare_config(workdir, to_dict(config))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     step = checkpoints.latest() if flags.FLAGS.step is None else flags.FLAGS.step
@@ -39,7 +37,7 @@ def main(config) -> None:
     metrics = reporting.evaluate_and_record(run, state, workdir, name=f"command_step_{state.step:06d}")
     checkpoints.close()
     run.score.close()
-    print(json.dumps({"step": state.step, **metrics}))
+    reporting.say(json.dumps({"step": state.step, **metrics}))
 
 
 if __name__ == "__main__":

@@ -13,17 +13,17 @@ from experiments import cli
 
 
 def main(config) -> None:
-    cli.quiet()
+    cli.start()
     from etils import epath
 
-    from cispo_jax import building, reporting, weights
+    from cispo_jax import building, reporting, storage, weights
     from cispo_jax.training.checkpoint import Checkpoints
 
     dtypes = ("float32", "bfloat16", "float16")
     if flags.FLAGS.dtype not in (None, *dtypes):
         raise ConfigError(f"--dtype={flags.FLAGS.dtype}: valid values are {', '.join(dtypes)}.")
     run = building.build(config)
-    workdir = epath.Path(flags.FLAGS.workdir).resolve()
+    workdir = storage.absolute(flags.FLAGS.workdir)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     step = checkpoints.latest() if flags.FLAGS.step is None else flags.FLAGS.step
     if step is None:

@@ -14,7 +14,7 @@ from experiments import cli
 def main(config) -> None:
     if not config.sft.num_steps:
         raise ConfigError("config.sft.num_steps=0: this page has no warm start; set the number of supervised updates.")
-    cli.quiet()
+    cli.start()
     from cispo_jax import trainer
 
     trainer.train(dataclasses.replace(config, num_steps=0), flags.FLAGS.workdir)

@@ -11,7 +11,7 @@ from experiments import cli
 
 
 def main(config) -> None:
-    cli.quiet()
+    cli.start()
     from cispo_jax import trainer  # loads jax: not before the settings are checked, and not in reward workers
 
     trainer.train(config, flags.FLAGS.workdir, resume=flags.FLAGS.resume)

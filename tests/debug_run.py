@@ -53,10 +53,17 @@ def config(**changes) -> Config:
     return from_config_dict(page)
 
 
+def on_devices(monkeypatch, count):
+    """Runs see so many of the fake devices."""
+    some = functools.partial(make_mesh, devices=jax.devices()[:count])
+    monkeypatch.setattr(sharding, "make_mesh", some)
+
+
 def on_one_device(monkeypatch):
-    """Runs see one of the fake devices only."""
-    one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(sharding, "make_mesh", one)
+    on_devices(monkeypatch, 1)
+
+
+make_mesh = sharding.make_mesh
 
 
 def mesh(**sizes):

@@ -50,7 +50,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 @pytest.mark.parametrize("sizes", [dict(tensor=2, fsdp=2), dict(tensor=4, fsdp=1), dict(fsdp=4)])
 def test_a_mesh_works_or_is_refused_by_name(monkeypatch, sizes):
     """Heads or a vocabulary that do not split over `tensor` must not end in a traceback of XLA's."""
-    monkeypatch.undo()
+    debug_run.on_devices(monkeypatch, 4)
     changes = {f"mesh__{axis}": size for axis, size in sizes.items()}
     try:
         run = debug_run.build(debug_run.config(**changes))
@@ -60,7 +60,7 @@ def test_a_mesh_works_or_is_refused_by_name(monkeypatch, sizes):
 
 
 def test_rows_that_do_not_split_over_the_devices_are_refused(monkeypatch):
-    monkeypatch.undo()
+    debug_run.on_devices(monkeypatch, 4)
     refused("config.sampling.group_size=3", "4", mesh__fsdp=4, sampling__group_size=3)
 
 
@@ -134,7 +134,7 @@ def test_the_sampling_layout_leaves_what_the_trainer_computes_in_float32():
     """Norm scales act in float32 in the trainer: rounding them in the sampler is a mismatch that grows with training."""
     settings = debug_run.config(model__dtype="bfloat16")
     run = debug_run.build(settings)
-    cast = jax.eval_shape(run.to_sampling, run.abstract_state.model)
+    cast = jax.eval_shape(run.to_sampling.function, run.abstract_state.model)
     dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(cast)[0]}
     for name, dtype in dtypes.items():
         assert dtype == (jnp.float32 if "norm" in name or "embedding" in name else jnp.bfloat16), name

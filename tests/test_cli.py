@@ -61,6 +61,8 @@ BAD = {  # command line after the page -> words that the message must hold
     "template_filter": (["--config.data.template={pages}/filter.jinja"], ["config.data.template", "nosuch"]),
     "template_field": (["--config.data.template={pages}/field.jinja"], ["config.data.template", "the same"]),
     "workdir_below_a_file": (["--workdir={pages}/empty.py/x"], ["--workdir", "empty.py"]),
+    "coordinator_alone": (["--coordinator=localhost:1234"], ["--coordinator=localhost:1234", "--num_processes, --process_id"]),
+    "process_id": (["--coordinator=localhost:1234", "--num_processes=2", "--process_id=2"], ["--process_id=2", "0 to 1"]),
     "sft": (["--config.sft.num_steps=2", "--config.sampling.max_new_tokens=2"], ["config.sampling.max_new_tokens=2"]),
 }  # fmt: skip
 PAGES = {

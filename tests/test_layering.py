@@ -20,7 +20,7 @@ from cispo_jax import _requires_train
 ROOT = Path(cispo_jax.__file__).parent
 LAYERS = (
     ("masked", "objectives", "advantages", "log_probs", "diagnostics", "routing", "_requires_train"),
-    ("config", "types", "sharding"),
+    ("config", "types", "sharding", "distributed", "storage"),
     ("models",),
     ("weights", "sampling", "training", "data", "rewards"),
     ("trainer", "evaluation", "building", "programs", "reporting"),

@@ -1,5 +1,7 @@
 """Meshes from settings, the rule table, and shardings of state and sampling layout."""
 
+import dataclasses
+
 import debug_run
 import jax
 import jax.numpy as jnp
@@ -161,3 +163,27 @@ def test_batches_split_their_rows_over_every_batch_axis():
     rows = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
     assert [shard.data.tolist() for shard in rows.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sharding.replicated(mesh).spec == P()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            dict(tensor=4),
+            r"config.mesh.tensor=4 does not divide num_kv_heads=2 of config.model: valid sizes on 4 devices are 1, 2\.",
+        ),
+        (
+            dict(expert=8),
+            r"config.mesh.expert=8 does not divide num_experts=4 of config.model: valid sizes on 8 devices are 1, 2, 4\.",
+        ),
+        (
+            dict(fsdp=3),
+            r"config.mesh.fsdp=3 does not divide embed_dim=16 of config.model: valid sizes on 3 devices are 1\.",
+        ),
+    ],
+)
+def test_what_the_mesh_does_not_divide_is_named_with_the_valid_sizes(sizes, message):
+    architecture = dataclasses.replace(debug_run.FAMILIES["mixtral"], vocab_size=32)
+    with pytest.raises(ConfigError, match=message):
+        sharding.check_divisible(architecture, debug_run.mesh(**sizes))
+    sharding.check_divisible(debug_run.TINY, debug_run.mesh(expert=4))  # no experts: the axis splits rows alone

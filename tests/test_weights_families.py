@@ -7,6 +7,7 @@ import struct
 import tracemalloc
 from pathlib import Path
 
+import debug_run
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +17,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cispo_jax import weights
-from cispo_jax.config import ConfigError, MeshSettings
+from cispo_jax.config import ConfigError
 from cispo_jax.log_probs import token_log_probs
 from cispo_jax.models import PRESETS, Transformer, TransformerConfig, forward
 from cispo_jax.sampling import sample_groups
-from cispo_jax.sharding import make_mesh
 from cispo_jax.weights import families, huggingface, layout, safetensors
 
 FOLDER = Path(__file__).parent / "data" / "families"  # made by make_families_fixture.py
@@ -137,7 +137,7 @@ def test_straight_onto_shards_and_out_again(name, sizes, tmp_path):
     if name == "qwen3_moe" and "tensor" in sizes:
         name = "qwen2"  # one key head does not split
     plain, config = weights.load_pretrained(FOLDER / name)
-    model, _ = weights.load_pretrained(FOLDER / name, mesh=make_mesh(MeshSettings(**sizes)))
+    model, _ = weights.load_pretrained(FOLDER / name, mesh=debug_run.mesh(**sizes))
     assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(model), jax.tree.leaves(plain))
     weights.save_pretrained(tmp_path / "out", model, config)
@@ -147,15 +147,15 @@ def test_straight_onto_shards_and_out_again(name, sizes, tmp_path):
 
 def test_a_mesh_that_does_not_divide_is_refused():
     with pytest.raises(
-        ConfigError, match=r"config\.mesh\.tensor=2 does not divide a dimension of size 1 .*attention\.key"
+        ConfigError, match=r"config\.mesh\.tensor=2 does not divide num_kv_heads=1 of config\.model: valid"
     ):
-        weights.load_pretrained(FOLDER / "mixtral", mesh=make_mesh(MeshSettings(fsdp=2, tensor=2)))
+        weights.load_pretrained(FOLDER / "mixtral", mesh=debug_run.mesh(fsdp=2, tensor=2))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "expert": 2}, {"fsdp": 2, "tensor": 2}])
 def test_no_device_gathers_more_than_one_tensor_of_the_file(sizes):
     """8 layers of 4 experts: the stacked parameter is 32 tensors."""
-    mesh = make_mesh(MeshSettings(**sizes))
+    mesh = debug_run.mesh(**sizes)
     spec = P(None, "expert", "fsdp", "tensor")
     shape = jax.ShapeDtypeStruct((8, 4, 64, 64), jnp.float32, sharding=NamedSharding(mesh, spec))
     compiled = huggingface._element(shape.sharding, "bfloat16").lower(shape, np.zeros(2, np.int32)).compile()
@@ -164,7 +164,7 @@ def test_no_device_gathers_more_than_one_tensor_of_the_file(sizes):
 
 
 def test_every_bit_pattern_survives():
-    mesh = make_mesh(MeshSettings(fsdp=2, expert=2))
+    mesh = debug_run.mesh(fsdp=2, expert=2)
     values = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).reshape(2, 4, 64, 128)
     array = jax.device_put(values, NamedSharding(mesh, P(None, "expert", "fsdp", None)))
     found = [huggingface._fetch(array, (layer, expert), values.dtype) for layer in range(2) for expert in range(4)]

@@ -3,6 +3,7 @@
 import struct
 from pathlib import Path
 
+import debug_run
 import gguf
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from cispo_jax import weights
-from cispo_jax.config import ConfigError, MeshSettings
+from cispo_jax.config import ConfigError
 from cispo_jax.models import PRESETS, Transformer, TransformerConfig, forward
 from cispo_jax.sampling import sample_groups
-from cispo_jax.sharding import make_mesh, state_shardings
+from cispo_jax.sharding import state_shardings
 from cispo_jax.weights.gguf import open_gguf
 
 CONFIG = TransformerConfig(
@@ -189,7 +190,7 @@ def test_dtype(path, model):
 
 
 def test_on_a_mesh(path, model):
-    mesh = make_mesh(MeshSettings(fsdp=2, tensor=2))
+    mesh = debug_run.mesh(fsdp=2, tensor=2)
     loaded, config = weights.load_pretrained(path, mesh=mesh)
     equal(loaded, model)
     shardings = state_shardings(jax.eval_shape(lambda: Transformer(config, key=jax.random.key(0))), mesh)

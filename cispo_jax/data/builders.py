@@ -111,6 +111,10 @@ def reasoning_gym(task: str, options: Mapping[str, Any], directory: str, **sizes
 
 
 def _prepare(kind: type[CispoProblems], config: ProblemsConfig, directory: str) -> tfds.core.DatasetBuilder:
+    if "://" in directory:
+        raise ConfigError(
+            f"config.data.directory={directory}: generated sets are kept on a disk of each host; give a directory, or leave it empty."
+        )
     with _quiet():
         builder = kind(config=config, data_dir=directory or None, file_format="array_record")
         path = epath.Path(builder.data_path)

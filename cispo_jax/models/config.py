@@ -83,6 +83,9 @@ _M1_RESIDUAL = (3.5565588200778455, 1.0)
 PRESETS: dict[str, TransformerConfig] = {
     "debug": TransformerConfig(32, 32, 2, 4, 2, 8, 64),  # about 20k parameters: tests
     "tiny": TransformerConfig(64, 128, 4, 4, 2, 32, 512),  # about 1M
+    "tiny-moe": TransformerConfig(  # about 3.4M, of which a token meets 1.0M
+        64, 128, 4, 4, 2, 32, 512, mlp=("moe",), num_experts=8, experts_per_token=2, expert_dim=256
+    ),
     "small": TransformerConfig(64, 192, 6, 6, 3, 32, 768),  # about 3M
     # HuggingFaceTB/SmolLM2-135M-Instruct
     "smollm2-135m": TransformerConfig(49_152, 576, 30, 9, 3, 64, 1_536, rope_theta=100_000.0),

@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cispo_jax.config import ConfigError, suggest
 from cispo_jax.rewards.functions import describe_error
@@ -38,8 +38,7 @@ class Rows:
         return [self.slice(start, stop) for start, stop in itertools.pairwise([0, *inner, len(self)]) if stop > start]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Values in the order of the rows (None = unscored), how many rows an exception left unscored, what was raised."""
 
     values: list[float | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -14,16 +15,20 @@ from cispo_jax.rewards.workers import Workers, name_of
 
 TASK, OVERLONG = "task", "overlong"
 Reward = Callable[..., Any]
+Divide = Callable[[Callable[[slice], list], int], list]
 logger = logging.getLogger(__name__)
 
 
-def build(settings: RewardSettings, scorer: Reward | None, *, max_new_tokens: int) -> Scorer:
+def build(
+    settings: RewardSettings, scorer: Reward | None, *, max_new_tokens: int, divide: Divide | None = None
+) -> Scorer:
     """The rewards that the settings ask for.
 
     Args:
       settings: the config's `rewards` section.
       scorer: the data set's own reward (`Problems.scorer`).
       max_new_tokens: limit of a response in tokens, where the overlong penalty is full.
+      divide: see `Scorer`.
 
     Raises:
       ConfigError: a function cannot be found or called, nothing would be scored, or the penalty does not fit the limit.
@@ -60,7 +65,10 @@ def build(settings: RewardSettings, scorer: Reward | None, *, max_new_tokens: in
     if not 0 <= penalty < float("inf"):
         raise ConfigError(f"config.rewards.overlong_penalty={penalty} must be a finite number >= 0; it is subtracted.")
     return Scorer(
-        functions, workers=settings.workers, overlong=(max_new_tokens, buffer, penalty) if buffer and penalty else None
+        functions,
+        workers=settings.workers,
+        overlong=(max_new_tokens, buffer, penalty) if buffer and penalty else None,
+        divide=divide,
     )
 
 
@@ -70,7 +78,8 @@ class Scorer:
     `total` is the sum over parts, None where any part is. A part that raises leaves its group unscored: it is counted
     in `failed` and logged with the function, the example and the line. A part that fails on all of the first batch it
     sees raises `RewardError`: it is broken, and training would learn nothing. Close it (or use `with`) if it has
-    workers. With workers a function sees whole groups (responses to one prompt, next to each other), not the batch.
+    workers. With workers, or `divide`d over the processes of a run, a function sees whole groups (responses to one prompt, next to each
+    other), not the batch.
 
     Attributes:
       failed: rows of the last call that an exception left unscored, by part; empty if none did.
@@ -82,8 +91,10 @@ class Scorer:
         *,
         workers: int = 0,
         overlong: tuple[int, int, float] | None = None,
+        divide: Divide | None = None,
     ):
         self.failed: dict[str, int] = {}
+        self._divide = divide or (lambda function, count: function(slice(0, count)))
         self._functions = {
             name: resolve(f, f"config.rewards.{name}") if isinstance(f, str) else f for name, f in functions.items()
         }
@@ -137,14 +148,19 @@ class Scorer:
     def _run(self, name: str, rows: Rows) -> Outcome:
         if not len(rows):
             return Outcome([], 0, [])
-        if self._workers is None:
-            return apply(self._functions[name], self._label(name), rows)
-        outcomes = self._workers.run(self._specs[name], self._label(name), _chunks(rows, self._num_workers))
+        starts = list(itertools.accumulate(map(len, rows.groups()), initial=0))
+        score = lambda groups: self._score(name, rows.slice(starts[groups.start], starts[groups.stop]))
+        outcomes = [Outcome(*fields) for fields in self._divide(score, len(starts) - 1)]  # may have travelled as JSON
         return Outcome(
             [value for outcome in outcomes for value in outcome.values],
             sum(outcome.failed for outcome in outcomes),
             [error for outcome in outcomes for error in outcome.errors],
         )
+
+    def _score(self, name: str, rows: Rows) -> list[Outcome]:
+        if self._workers is None:
+            return [apply(self._functions[name], self._label(name), rows)]
+        return self._workers.run(self._specs[name], self._label(name), _chunks(rows, self._num_workers))
 
     def _note(self, name: str, outcome: Outcome, total: int) -> None:
         if outcome.failed < total:

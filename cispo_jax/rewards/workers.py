@@ -91,14 +91,15 @@ def name_of(function: Callable[..., Any] | str) -> tuple[str, dict[str, Any] | N
 
 def main() -> None:
     """The worker: requests from stdin, answers to stdout, until stdin ends (the trainer closed it or died)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, and the trainer's to handle
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a reward function prints goes to stderr, not between the answers
     for line in sys.stdin:
         request = json.loads(line)
         try:
             function = _function(request["function"], json.dumps(request["arguments"]))
-            reply = dataclasses.asdict(apply(function, request["label"], Rows(**request["rows"])))
+            reply = apply(function, request["label"], Rows(**request["rows"]))._asdict()
         except ConfigError as error:
             reply = {"reward_error": str(error)}
         answers.write(json.dumps(reply) + "\n")

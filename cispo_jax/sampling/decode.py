@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cispo_jax.config import ConfigError
+from cispo_jax.distributed import to_host
 from cispo_jax.log_probs import head_logits
 from cispo_jax.types import FINISH_REASONS, Rollout
 
@@ -61,7 +62,7 @@ def sample_groups(
       shard_rows: puts a host array of P rows on the device(s).
 
     Returns:
-      A `Rollout` in host memory, rows prompt-major.
+      A `Rollout` in host memory, rows prompt-major; with several processes whole on each of them.
 
     Raises:
       ConfigError: a cache that would overflow, an empty prompt, a prompt longer than prompt_width or with ids that the model has not,
@@ -118,7 +119,7 @@ def sample_groups(
         dtype=jnp.dtype(dtype).name,
         record=record_experts,
     )
-    response_tokens, response_mask, log_probs, expert_ids, stopped = jax.device_get(sampled)
+    response_tokens, response_mask, log_probs, expert_ids, stopped = jax.tree.map(to_host, sampled)
     if expert_ids is not None:
         # Neither pads were fed nor the last token of a response; the rows that had stopped were fed something.
         fed = np.pad(response_mask[:, 1:], ((0, 0), (0, 1)))

@@ -10,11 +10,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cispo_jax.config import ConfigError
+from cispo_jax.storage import absolute
 from cispo_jax.types import TrainState
 
 
 class Checkpoints:
     """The checkpoints under WORKDIR/checkpoints, newest `keep` kept; a step is listed only once it is complete.
+
+    With several processes each must make every call; they write their shards into one directory that all of them see.
 
     A step holds the items `model` and `optimizer`, each a flat dict from the path in the tree to its array: the files do not depend on
     the classes of the tree (Orbax cannot read a list of modules back), and the model is read alone where only it is wanted.
@@ -22,7 +25,7 @@ class Checkpoints:
 
     def __init__(self, directory: epath.PathLike, *, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        directory = epath.Path(directory).resolve()
+        directory = absolute(directory)
         # A kill during a save leaves these; the manager passes over them and writes the step again.
         self.unfinished = sorted(p.name for p in directory.iterdir() if "tmp" in p.name) if directory.exists() else []
         self._manager = ocp.CheckpointManager(directory, options=options)

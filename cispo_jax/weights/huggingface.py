@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from cispo_jax.config import ConfigError
 from cispo_jax.data.tokenizers import Tokenizer, save_tokenizer
+from cispo_jax.distributed import barrier, is_main
 from cispo_jax.models import Transformer, TransformerConfig
 from cispo_jax.sharding import check_divisible, state_shardings
 from cispo_jax.weights import families, layout, safetensors
@@ -64,7 +64,7 @@ def load_model(
     shardings = None
     if mesh is not None:
         shardings = state_shardings(abstract, mesh)
-        check_divisible(abstract, shardings, mesh)
+        check_divisible(config, mesh)
     with checkpoint:
         return read_tree(abstract, layout.leaves(config), checkpoint, shardings=shardings, dtype=dtype), config
 
@@ -216,7 +216,7 @@ def save_model(
     present = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
     if present:
         raise ConfigError(f"{folder} already holds weights ({', '.join(present[:3])}); give a new folder.")
-    _wait("looked into the folder")  # before the first process writes there
+    barrier("looked into the folder")  # before the first process writes there
     tensors = tensors_of(model, config)
     ordered = dict(sorted(((name, pieces[0][1].stored_shape) for name, pieces in tensors.items()), key=_by_layer))
     shards = safetensors.plan_shards(ordered, jnp.dtype(dtype_name), max_shard_bytes)
@@ -227,19 +227,14 @@ def save_model(
         else:
             for _ in pieces:  # every process takes part in making each tensor
                 pass
-    _wait("wrote the weights")
-    if jax.process_index() == 0:
+    barrier("wrote the weights")
+    if is_main():
         if len(shards) > 1:
             (folder / safetensors.INDEX).write_text(json.dumps(safetensors.index_of(shards), indent=2))
         special = {} if tokenizer is None else save_tokenizer(tokenizer, folder)
         values |= {"dtype": dtype_name, "torch_dtype": dtype_name, "bos_token_id": None, "eos_token_id": None} | special
         (folder / "config.json").write_text(json.dumps(values, indent=2))
-    _wait("wrote the folder")
-
-
-def _wait(what: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"save_pretrained {what}")
+    barrier("wrote the folder")
 
 
 Piece = tuple[Any, Leaf, tuple[int, ...]]  # array of the model, its leaf, place on the stacked axes

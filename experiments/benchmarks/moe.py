@@ -45,7 +45,8 @@ def make_case(function, num_experts: int, args):
         jax.block_until_ready(compiled(*inputs))
         return time.perf_counter() - start
 
-    return run, compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    return run, analysis.temp_size_in_bytes if analysis is not None else 0
 
 
 def main() -> None:

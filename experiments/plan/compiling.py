@@ -77,9 +77,11 @@ class Lowered:
     def batch(self) -> Batch:
         """A mini-batch as the trainer hands it to the step."""
         B, S, T = self.sizes.rows, self.sizes.prompt, self.sizes.response
-        row = lambda dtype, *shape: jax.ShapeDtypeStruct(
-            shape, dtype, sharding=sharding.batch_sharding(self.programs.mesh)
-        )
+        split = sharding.batch_sharding(self.programs.mesh)
+
+        def row(dtype, *shape) -> Any:  # in place of an array
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
         replayed = None
         if self.config.objective.routing_replay:
             architecture = self.state.model.config
@@ -96,7 +98,7 @@ class Lowered:
         )  # fmt: skip
 
     def reshard(self):
-        if not hasattr(self.programs.to_sampling, "lower"):
+        if not hasattr(self.programs.to_sampling.function, "lower"):
             return None  # one float32 device samples from the model that it trains
         return self.programs.to_sampling.lower(self.state.model)
 
@@ -109,7 +111,7 @@ class Lowered:
     def sampler(self) -> Any:
         """The model in its layout for sampling."""
         mesh = self.programs.sampling_mesh
-        model = jax.eval_shape(self.programs.to_sampling, self.state.model)
+        model = jax.eval_shape(self.programs.to_sampling.function, self.state.model)
         return _placed(model, sharding.state_shardings(model, mesh))
 
     def _sample(self, *, response: int):

@@ -111,7 +111,7 @@ class Program:
             n, axes = 2, self._axes(np.array(groups))
             sent = float(size)
         else:
-            axes = self._axes(np.array(groups[:1] or [range(n)]))
+            axes = self._axes(np.array(groups[:1] or [list(range(n))]))
             share = (n - 1) / n
             sent = size * {"all-reduce": 2 * share, "reduce-scatter": n - 1}.get(kind, share)
         shape = max((shape for shape, _ in arrays), key=math.prod, default=())
