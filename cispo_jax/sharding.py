@@ -10,12 +10,14 @@ from __future__ import annotations
 from cispo_jax import _requires_train  # noqa: F401
 
 # isort: split
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -63,8 +65,9 @@ def make_mesh(settings: MeshSettings = MeshSettings(), devices: list[jax.Device]
     # Auto: shardings propagate by themselves; the default of jax.make_mesh would be Explicit.
     types = (AxisType.Auto,) * len(AXES)
     shape = tuple((sizes | {axis: sizes[axis] // count}).values())
-    meshes = [jax.make_mesh(shape, AXES, axis_types=types, devices=of_slice) for of_slice in by_slice.values()]
-    return Mesh(np.concatenate([m.devices for m in meshes], axis=AXES.index(axis)), AXES, axis_types=types)
+    # A torus of 4 x 4 x 8 has no axis of 2: it may be split.
+    place = functools.partial(mesh_utils.create_device_mesh, shape, allow_split_physical_axes=True)
+    return Mesh(np.concatenate([place(d) for d in by_slice.values()], axis=AXES.index(axis)), AXES, axis_types=types)
 
 
 def mesh_sizes(settings: MeshSettings, devices: int) -> dict[str, int]:
@@ -165,6 +168,14 @@ def shard_rows(mesh: Mesh, rows: Any) -> Any:
     return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), rows)
 
 
+def constrain(x: jax.Array, *spec: Any) -> jax.Array:
+    """`x` laid out as `spec` says on the mesh that the program is traced under, if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
 def split_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     """Keeps the rows of an activation split over the batch axes of the mesh that the program is traced under, if there is one.
 
@@ -172,8 +183,8 @@ def split_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     Where rows are not the first axis (a cache, stacked over layers) the other axes stay as they are.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names) or x.shape[axis] % batch_devices(mesh):
+    if set(AXES) - set(mesh.axis_names) or x.shape[axis] % batch_devices(mesh):
         return x
     spec: list[Any] = [P.UNCONSTRAINED if axis else None] * x.ndim
     spec[axis] = BATCH
-    return jax.lax.with_sharding_constraint(x, P(*spec))
+    return constrain(x, *spec)

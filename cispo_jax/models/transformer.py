@@ -21,7 +21,7 @@ from cispo_jax.models.layers import Mlp, Span, mix, normal, ones, rms_norm, rota
 from cispo_jax.models.lightning import LightningAttention, slopes
 from cispo_jax.models.moe import NO_EXPERT, MoeMlp, Routing
 from cispo_jax.routing import RouterSums
-from cispo_jax.sharding import param, split_rows
+from cispo_jax.sharding import constrain, param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
 MLP: dict[str, Any] = {"dense": Mlp, "moe": MoeMlp}
@@ -165,7 +165,10 @@ def hidden_states(
 
 
 def embed(model: Transformer, tokens_BT: jax.Array, dtype) -> jax.Array:
-    return split_rows(model.embedding[...][tokens_BT].astype(dtype))
+    # Each device looks its own tokens up in whole rows of the table. In its columns of the table it would look up those of all devices,
+    # and the gradient would sort and add up millions of them.
+    table_VD = constrain(model.embedding[...], "tensor", None)
+    return split_rows(table_VD[tokens_BT].astype(dtype))
 
 
 def _replayed(expert_ids_BTLK: jax.Array | None, config: TransformerConfig) -> list:

@@ -120,6 +120,14 @@ class Program:
     @staticmethod
     def _groups(rest: str) -> list[list[int]]:
         """Device numbers of each group; of a permutation, its pairs."""
+        named = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
+        if named:
+            sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+            along = re.findall(r"'([^']*)'", named[2])
+            order = [i for i, name in enumerate(sizes) if name not in along]
+            order += [i for i, name in enumerate(sizes) if name in along]
+            ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values())).transpose(order)
+            return ids.reshape(-1, math.prod(sizes[name] for name in along)).tolist()
         iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
         if iota:
             of = lambda text: [int(n) for n in text.split(",")]
