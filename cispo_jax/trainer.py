@@ -113,10 +113,11 @@ def train(
             trace.step(step)
             metrics = rollout_step(run, state, step, writer, checkpoints)
             # ---- 8. after step
-            last, stopping = step == config.num_steps, stop(step)
+            last = step == config.num_steps
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
                 metrics |= evaluate_and_record(run, state, workdir)
             writer.metrics(step, metrics)
+            stopping = stop(step)
             if last or stopping or step % config.checkpoint.every == 0:
                 checkpoints.save(step, state.train, {"position": state.position})
             if stopping and not last:
