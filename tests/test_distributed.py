@@ -142,9 +142,10 @@ def test_what_travels_between_two_processes(tmp_path):
 
 
 def test_two_processes_train_as_one_does(tmp_path, monkeypatch):
-    """Forced rollouts; 2 x 2 devices against the 4 of this process. The acceptance's 2 x 4 against 8 is a slow test."""
+    """Forced rollouts; 2 x 2 devices against one, whose programs other tests have compiled. 2 x 4 against 8 is a slow test."""
     import process_parts
 
+    debug_run.on_one_device(monkeypatch)
     argv = settings(tmp_path / "two", **SMALL)
     two = processes.run(argv, tmp_path / "two")
     settings(tmp_path / "one", **SMALL)
