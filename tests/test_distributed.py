@@ -241,7 +241,7 @@ def test_a_users_error_appears_once_and_all_commands_take_the_flags(tmp_path):
         f"--config.data.directory={tmp_path}/sets",
         "--config.sft.num_steps=2",
         "--config.sampling.prompts_per_step=4",
-        "--config.sampling.max_new_tokens=10",
+        "--config.sampling.max_new_tokens=16",
     ]
     with processes.Processes(
         ["-m", "experiments.train", *page, "--config.mesh.data=3"], tmp_path / "bad", devices=1
