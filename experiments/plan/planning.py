@@ -17,8 +17,8 @@ PROGRAMS = ("train_step", "reshard", "prefill", "decode")
 
 
 def architecture_of(config: Config) -> models.TransformerConfig:
-    """That of the preset, whose vocabulary counts; weights on this machine bring their own."""
-    if config.model.weights and config.model.preset not in models.PRESETS:
+    """That of weights on this machine, else that of the preset: nothing is fetched from a hub."""
+    if config.model.weights and not config.model.weights.startswith("hf:"):
         return weights.load_config(config.model.weights)
     if config.model.preset not in models.PRESETS:
         raise ConfigError(
