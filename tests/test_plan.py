@@ -237,17 +237,13 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 
 def test_what_does_not_fit_comes_with_settings_that_do():
     """By arithmetic: the micro-batches are made smaller until it fits."""
-    topology = dataclasses.replace(
-        chips.find("gpu:4", hbm_gib=80), devices=jax.devices()[:4], chip=dataclasses.replace(chips.GPU, hbm_bytes=40e6)
+    small = dataclasses.replace(chips.GPU, hbm_bytes=200e6)
+    topology = chips.Topology("gpu:4", "gpu", jax.devices()[:4], 4, 4, 1, small, "")
+    changed = dict(
+        model__preset="tiny", sampling__max_new_tokens=2000, sampling__prompts_per_step=16, model__remat=True
     )
-    config = settings(
-        model__preset="tiny",
-        model__tokenizer="",
-        sampling__max_new_tokens=2000,
-        sampling__prompts_per_step=16,
-        mesh__fsdp=4,
-    )
-    found = planning.plan(config, topology)
+    found = planning.plan(settings(**changed), topology)
     assert not found["fits"] and found["missing_bytes"] > 0 and "does not fit" in report.table(found)
-    suggestion = found["suggestion"]
-    assert suggestion["config.objective.micro_batch_rows"] in (4, 8, 16, 32) or suggestion["config.mesh.tensor"] > 1
+    assert "--config.objective.micro_batch_rows=4 " in report.table(found)
+    changes = {name.removeprefix("config.").replace(".", "__"): value for name, value in found["suggestion"].items()}
+    assert planning.plan(settings(**changed | changes), topology)["fits"]
