@@ -113,10 +113,11 @@ def train(
             trace.step(step)
             metrics = rollout_step(run, state, step, writer, checkpoints)
             # ---- 8. after step
-            last, stopping = step == config.num_steps, stop(step)
+            last = step == config.num_steps
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
                 metrics |= evaluate_and_record(run, state, workdir)
             writer.metrics(step, metrics)
+            stopping = stop(step)
             if last or stopping or step % config.checkpoint.every == 0:
                 checkpoints.save(step, state.train, {"position": state.position})
             if stopping and not last:
@@ -181,16 +182,12 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
         )
         checkpoints.wait()  # a save in flight reads the buffers that the updates donate
         # ---- 7. updates
-        updates_per_step = config.objective.num_epochs * config.objective.num_minibatches
+        planned = config.objective.num_epochs * config.objective.num_minibatches
         for update, rows in enumerate(minibatches(config, step, num_epochs=config.objective.num_epochs)):
             if not loss_mask[rows].any():
                 continue  # nothing to learn from: no update, as `train_step` itself would decide
             rate = learning_rate(
-                config.optimizer,
-                step=step,
-                update=update,
-                num_steps=config.num_steps,
-                updates_per_step=updates_per_step,
+                config.optimizer, step=step, update=update, num_steps=config.num_steps, updates_per_step=planned
             )
             minibatch = run.shard_rows(jax.tree.map(lambda x, rows=rows: x[rows], batch))
             state.train, metrics = run.train_step(state.train, minibatch, np.float32(rate))

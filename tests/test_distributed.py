@@ -142,9 +142,10 @@ def test_what_travels_between_two_processes(tmp_path):
 
 
 def test_two_processes_train_as_one_does(tmp_path, monkeypatch):
-    """Forced rollouts; 2 x 2 devices against the 4 of this process. The acceptance's 2 x 4 against 8 is a slow test."""
+    """Forced rollouts; 2 x 2 devices against one, whose programs other tests have compiled. 2 x 4 against 8 is a slow test."""
     import process_parts
 
+    debug_run.on_one_device(monkeypatch)
     argv = settings(tmp_path / "two", **SMALL)
     two = processes.run(argv, tmp_path / "two")
     settings(tmp_path / "one", **SMALL)
@@ -241,7 +242,7 @@ def test_a_users_error_appears_once_and_all_commands_take_the_flags(tmp_path):
         f"--config.data.directory={tmp_path}/sets",
         "--config.sft.num_steps=2",
         "--config.sampling.prompts_per_step=4",
-        "--config.sampling.max_new_tokens=10",
+        "--config.sampling.max_new_tokens=16",
     ]
     with processes.Processes(
         ["-m", "experiments.train", *page, "--config.mesh.data=3"], tmp_path / "bad", devices=1

@@ -243,6 +243,7 @@ COUNTS = {  # parameters, and how many of them a token meets
     "minimax-m1": (456_089_655_296, 48_403_306_496),
     "debug": (19_616, 19_616),
     "tiny": (992_384, 992_384),
+    "tiny-moe": (3_355_776, 996_480),
     "small": (3_332_544, 3_332_544),
 }
 

@@ -95,8 +95,8 @@ def test_models_compute_by_blocks_what_they_compute_at_once(monkeypatch, name):
     padded = (np.arange(21) >= 4) & (np.arange(21) < np.array([[21], [12], [17], [21]]))
 
     def loss(model):
-        packed = models.hidden_states(model, tokens, segment_ids_BT=segments, remat=True)
-        shared = models.response_states(model, tokens, padded, response_width=12, share=4, remat=True)
+        packed = models.hidden_states(model, tokens, segment_ids_BT=segments, remat=True).hidden_BTD
+        shared = models.response_states(model, tokens, padded, response_width=12, share=4, remat=True).hidden_BTD
         total = jnp.sum(jnp.where(segments[..., None] > 0, packed, 0) ** 3)
         return total + jnp.sum(jnp.where(padded[:, -12:, None], shared, 0) ** 3)
 
