@@ -130,7 +130,7 @@ def make_programs(
         log_probs_fn=log_probs_fn,
         train_step=sharding.OnMesh(mesh, train_step),
         score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn, **micro)),
-        to_sampling=sharding.OnMesh(sampling_mesh, sampling_layout(abstract.model, sampling_mesh, dtype)),
+        to_sampling=sampling_layout(abstract.model, sampling_mesh, dtype),
         sample=sharding.OnMesh(sampling_mesh, sample),
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )
