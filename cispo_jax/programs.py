@@ -46,7 +46,7 @@ class Programs:
     log_probs_fn: Callable
     train_step: Callable
     score_step: Callable
-    to_sampling: sharding.OnMesh
+    to_sampling: Callable[[Any], Any]
     sample: Callable[..., Rollout]
     shard_rows: Callable[[np.ndarray], jax.Array]
 
@@ -153,7 +153,7 @@ def make_programs(
         log_probs_fn=log_probs_fn,
         train_step=sharding.OnMesh(mesh, train_step),
         score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn, **micro)),
-        to_sampling=sharding.OnMesh(sampling_mesh, sampling_layout(abstract.model, sampling_mesh, dtype)),
+        to_sampling=sampling_layout(abstract.model, sampling_mesh, dtype),
         sample=sharding.OnMesh(sampling_mesh, sample_in_batches if config.sampling.batch_rows else sample),
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )

@@ -141,6 +141,7 @@ class OnMesh:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         with jax.set_mesh(self.mesh):
+            distributed.settle(args)
             return distributed.settle(self.function(*args, **options))
 
     def lower(self, *args: Any, **options: Any) -> Any:

@@ -134,7 +134,7 @@ def test_the_sampling_layout_leaves_what_the_trainer_computes_in_float32():
     """Norm scales act in float32 in the trainer: rounding them in the sampler is a mismatch that grows with training."""
     settings = debug_run.config(model__dtype="bfloat16")
     run = debug_run.build(settings)
-    cast = jax.eval_shape(run.to_sampling.function, run.abstract_state.model)
+    cast = jax.eval_shape(run.to_sampling, run.abstract_state.model)
     dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(cast)[0]}
     for name, dtype in dtypes.items():
         assert dtype == (jnp.float32 if "norm" in name or "embedding" in name else jnp.bfloat16), name

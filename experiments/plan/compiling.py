@@ -98,7 +98,7 @@ class Lowered:
         )  # fmt: skip
 
     def reshard(self):
-        if not hasattr(self.programs.to_sampling.function, "lower"):
+        if not hasattr(self.programs.to_sampling, "lower"):
             return None  # one float32 device samples from the model that it trains
         return self.programs.to_sampling.lower(self.state.model)
 
@@ -111,7 +111,7 @@ class Lowered:
     def sampler(self) -> Any:
         """The model in its layout for sampling."""
         mesh = self.programs.sampling_mesh
-        model = jax.eval_shape(self.programs.to_sampling.function, self.state.model)
+        model = jax.eval_shape(self.programs.to_sampling, self.state.model)
         return _placed(model, sharding.state_shardings(model, mesh))
 
     def _sample(self, *, response: int):
