@@ -37,9 +37,7 @@ def get_config(objective="cispo"):
     config.optimizer.learning_rate = 1e-6
     config.optimizer.eps = 1e-8  # not M1's 1e-15: Qwen2.5 has key biases, whose true gradient is zero
     config.optimizer.warmup = 20
-    config.mesh.data = (
-        4  # x 32 that split 5,120 into multiples of 32: what the compiler gathers and scatters without padding
-    )
+    config.mesh.data = 4  # x fsdp 32: 5,120 / 32 is a multiple of 32, so that no shard is padded
     config.mesh.sampling.tensor = 8
     config.evaluation.every = 4
     config.evaluation.samples = 32
