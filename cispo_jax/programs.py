@@ -84,7 +84,7 @@ def make_programs(
     _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
     sharding.check_divisible(architecture, mesh)
-    sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling")
+    sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling", sharding.SAMPLING_RULES)
     optimizer = make_optimizer(config.optimizer)
     dtype = jnp.dtype(config.model.dtype)
     key = jax.random.key(config.seed)
@@ -172,7 +172,9 @@ def sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[An
         model.layers = jax.tree_util.tree_map_with_path(to_dtype, model.layers)
         return model
 
-    return jax.jit(cast, out_shardings=sharding.state_shardings(jax.eval_shape(cast, abstract), mesh))
+    return jax.jit(
+        cast, out_shardings=sharding.state_shardings(jax.eval_shape(cast, abstract), mesh, sharding.SAMPLING_RULES)
+    )
 
 
 def _check_experts(config: Config, architecture: models.TransformerConfig) -> None:

@@ -27,10 +27,12 @@ from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # mesh axes that split the rows of a batch
 
-# Logical axis of a parameter -> mesh axis. None = replicated.
-RULES = (
+# Logical axis of a parameter -> mesh axes. None = replicated. What every token meets is split over the expert axis too, whose devices
+# have rows of their own: attention and embedding of a mixture are not held once for each share of the experts.
+RULES: tuple[tuple[str, Any], ...] = (
     ("vocab", "tensor"),
-    ("embed", "fsdp"),
+    ("embed", ("fsdp", "expert")),
+    ("expert_embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("head_dim", None),
@@ -38,6 +40,7 @@ RULES = (
     ("expert", "expert"),
     ("norm", None),
 )
+SAMPLING_RULES = tuple((name, None if name == "embed" else axes) for name, axes in RULES)  # no token gathers a weight
 
 
 def param(key: jax.Array | None, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -89,18 +92,18 @@ def mesh_sizes(settings: MeshSettings, devices: int) -> dict[str, int]:
     return sizes
 
 
-def state_shardings(abstract: Any, mesh: Mesh) -> Any:
-    """Shardings of an abstract state (`jax.eval_shape(init)`): parameters by `RULES`, moments like their parameters."""
-    with nnx.logical_axis_rules(RULES):
+def state_shardings(abstract: Any, mesh: Mesh, rules: tuple = RULES) -> Any:
+    """Shardings of an abstract state (`jax.eval_shape(init)`): parameters by the rules, moments like their parameters."""
+    with nnx.logical_axis_rules(rules):
         return nnx.get_named_sharding(abstract, mesh)
 
 
-def check_divisible(architecture: Any, mesh: Mesh, setting: str = "config.mesh") -> None:
+def check_divisible(architecture: Any, mesh: Mesh, setting: str = "config.mesh", rules: tuple = RULES) -> None:
     """Raises a `ConfigError` that names the mesh size, what of the model it does not divide, and the sizes that do."""
     kinds = {*architecture.attention, *architecture.mlp}
     split = {
-        "fsdp": ["embed_dim"],
         "expert": ["num_experts"] * ("moe" in kinds),
+        "fsdp": ["embed_dim"],
         "tensor": ["vocab_size", "num_heads"]
         + ["num_kv_heads"] * ("softmax" in kinds)
         + ["mlp_dim"] * ("dense" in kinds)
@@ -108,13 +111,16 @@ def check_divisible(architecture: Any, mesh: Mesh, setting: str = "config.mesh")
     }
     for axis, names in split.items():
         sizes = {name: getattr(architecture, name) for name in names}
-        wrong = [f"{name}={size:,}" for name, size in sizes.items() if size % mesh.shape[axis]]
-        if wrong:
-            divides = lambda n, sizes=sizes: mesh.size % n == 0 and all(size % n == 0 for size in sizes.values())
-            valid = ", ".join(str(n) for n in range(1, mesh.size + 1) if divides(n))
+        # What is split over fsdp is split over the expert axis as well.
+        other = mesh.shape["expert"] if axis == "fsdp" and dict(rules)["embed"] else 1
+        divides = lambda n, sizes=sizes, other=other: all(size % (n * other) == 0 for size in sizes.values())
+        if not divides(mesh.shape[axis]):
+            wrong = [f"{name}={size:,}" for name, size in sizes.items() if size % (mesh.shape[axis] * other)]
+            valid = [str(n) for n in range(1, mesh.size // other + 1) if mesh.size % (n * other) == 0 and divides(n)]
+            times = f" x {setting}.expert={other}" if other > 1 else ""
             raise ConfigError(
-                f"{setting}.{axis}={mesh.shape[axis]} does not divide {', '.join(wrong)} of config.model: valid sizes on {mesh.size} "
-                f"devices are {valid}."
+                f"{setting}.{axis}={mesh.shape[axis]}{times} does not divide {', '.join(wrong)} of config.model: valid sizes of {axis} "
+                f"on {mesh.size} devices are {', '.join(valid) or 'none'}."
             )
 
 

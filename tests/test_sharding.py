@@ -11,9 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from cispo_jax import sharding
 from cispo_jax.config import ConfigError, MeshSettings, SamplingMeshSettings
-from cispo_jax.models import Transformer
+from cispo_jax.models import PRESETS, Transformer
 from cispo_jax.training.optimizer import make_optimizer
 from cispo_jax.training.train_step import init_state
+
+BOTH = ("fsdp", "expert")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +67,8 @@ def test_every_logical_axis_of_the_model_has_a_rule():
         for name in leaf.out_sharding
         if name
     }
-    assert names <= {logical for logical, _ in sharding.RULES} and len(names) == 8
-    assert {axis for _, axis in sharding.RULES} <= {None, *sharding.AXES}
+    assert names <= {logical for logical, _ in sharding.RULES} and len(names) == 9
+    assert {axis for _, axes in sharding.RULES for axis in np.atleast_1d(axes)} <= {None, *sharding.AXES}
 
 
 def specs(tree):
@@ -83,10 +85,10 @@ def test_state_and_moments_share_their_shardings():
     abstract = jax.eval_shape(lambda: init_state(Transformer(debug_run.TINY, key=jax.random.key(0)), optimizer))
     found = specs(sharding.state_shardings(abstract, debug_run.mesh(fsdp=2, tensor=2)))
     for place in (".model", ".mu", ".nu"):
-        assert find(found, place, "embedding")[:2] == ("tensor", "fsdp")
-        assert find(found, place, "gate") == (None, "fsdp", "tensor", None)
-        assert find(found, place, "query'" if "query'" in "".join(found) else "query") == (None, "fsdp", "tensor", None)
-        assert find(found, place, "down") == (None, "tensor", "fsdp", None)
+        assert find(found, place, "embedding")[:2] == ("tensor", BOTH)
+        assert find(found, place, "gate") == (None, BOTH, "tensor", None)
+        assert find(found, place, "query'" if "query'" in "".join(found) else "query") == (None, BOTH, "tensor", None)
+        assert find(found, place, "down") == (None, "tensor", BOTH, None)
         assert find(found, place, "final_norm") == (None,) * 4
 
 
@@ -95,7 +97,30 @@ def test_experts_are_split_over_the_expert_axis():
     found = specs(sharding.state_shardings(abstract, debug_run.mesh(expert=2, tensor=2)))
     assert find(found, "mlp", "gate") == find(found, "mlp", "up") == (None, "expert", "fsdp", "tensor")
     assert find(found, "mlp", "down") == (None, "expert", "tensor", "fsdp")
-    assert find(found, "router") == (None, "fsdp", None, None)
+    assert find(found, "router") == (None, BOTH, None, None)
+
+
+@pytest.mark.parametrize("preset", ["tiny-moe", "qwen3-1.7b", "qwen3-30b-a3b", "minimax-m1"])
+@pytest.mark.parametrize("sizes", [(1, 8, 1, 1), (1, 2, 2, 2)])
+def test_a_device_holds_its_share_of_parameters_and_moments(preset, sizes):
+    """Whatever the architecture, and whichever axes the devices are on: 1 / 8 of the bytes, less than 1.1 with what is not split."""
+    optimizer = make_optimizer(debug_run.config().optimizer)
+    abstract = jax.eval_shape(lambda: init_state(Transformer(PRESETS[preset], key=jax.random.key(0)), optimizer))
+    mesh = sharding.make_mesh(MeshSettings(*sizes), jax.devices())
+    size = lambda shape, x: int(np.prod(shape)) * x.dtype.itemsize
+    total = sum(size(x.shape, x) for x in jax.tree.leaves(abstract))
+    shard = jax.tree.map(
+        lambda x, to: size(to.shard_shape(x.shape), x), abstract, sharding.state_shardings(abstract, mesh)
+    )
+    assert total / 8 <= sum(jax.tree.leaves(shard)) <= 1.1 * total / 8
+
+
+def test_sampling_splits_nothing_that_every_token_meets_over_the_experts():
+    abstract = jax.eval_shape(lambda: Transformer(debug_run.FAMILIES["mixtral"], key=jax.random.key(0)))
+    mesh = sharding.sampling_mesh(debug_run.mesh(fsdp=2, expert=2))
+    found = specs(sharding.state_shardings(abstract, mesh, sharding.SAMPLING_RULES))
+    assert find(found, "query") == (None, None, "tensor", None) and find(found, "embedding")[:2] == ("tensor", None)
+    assert find(found, "mlp", "gate") == (None, "expert", "fsdp", "tensor")
 
 
 def test_the_sampling_layout_replicates_over_data_and_fsdp():
@@ -170,15 +195,20 @@ def test_batches_split_their_rows_over_every_batch_axis():
     [
         (
             dict(tensor=4),
-            r"config.mesh.tensor=4 does not divide num_kv_heads=2 of config.model: valid sizes on 4 devices are 1, 2\.",
+            r"config.mesh.tensor=4 does not divide num_kv_heads=2 of config.model: valid sizes of tensor on 4 devices are 1, 2\.",
         ),
         (
             dict(expert=8),
-            r"config.mesh.expert=8 does not divide num_experts=4 of config.model: valid sizes on 8 devices are 1, 2, 4\.",
+            r"config.mesh.expert=8 does not divide num_experts=4 of config.model: valid sizes of expert on 8 devices are 1, 2, 4\.",
         ),
         (
             dict(fsdp=3),
-            r"config.mesh.fsdp=3 does not divide embed_dim=16 of config.model: valid sizes on 3 devices are 1\.",
+            r"config.mesh.fsdp=3 does not divide embed_dim=16 of config.model: valid sizes of fsdp on 3 devices are 1\.",
+        ),
+        (
+            dict(fsdp=3, expert=2),
+            r"config.mesh.fsdp=3 x config.mesh.expert=2 does not divide embed_dim=16 of config.model: valid sizes of fsdp on 6 devices "
+            r"are 1\.",
         ),
     ],
 )

@@ -45,9 +45,9 @@ class MoeMlp(nnx.Module):
         self.router_scores = config.router_scores
         keys = jax.random.split(key, 5)
         self.router = param(keys[0], normal, (D, E), ("embed", None))
-        self.gate = param(keys[1], normal, (E, D, F), ("expert", "embed", "mlp"))
-        self.up = param(keys[2], normal, (E, D, F), ("expert", "embed", "mlp"))
-        self.down = param(keys[3], normal, (E, F, D), ("expert", "mlp", "embed"))
+        self.gate = param(keys[1], normal, (E, D, F), ("expert", "expert_embed", "mlp"))
+        self.up = param(keys[2], normal, (E, D, F), ("expert", "expert_embed", "mlp"))
+        self.down = param(keys[3], normal, (E, F, D), ("expert", "mlp", "expert_embed"))
         if config.shared_expert_dim:
             self.shared = Mlp(config, key=keys[4], mlp_dim=config.shared_expert_dim)
 

@@ -112,7 +112,7 @@ class Lowered:
         """The model in its layout for sampling."""
         mesh = self.programs.sampling_mesh
         model = jax.eval_shape(self.programs.to_sampling, self.state.model)
-        return _placed(model, sharding.state_shardings(model, mesh))
+        return _placed(model, sharding.state_shardings(model, mesh, sharding.SAMPLING_RULES))
 
     def _sample(self, *, response: int):
         mesh, sizes = self.programs.sampling_mesh, self.sizes
