@@ -2,10 +2,10 @@
 
     python -m experiments.rehearse --config=configs/debug.py [--devices=128] [--workdir=DIR] [--config.section.key=value ...]
 
-First everything but the weights is put together at full size: settings, objective, rewards, data, prompts, and the mesh over --devices (by
-default the fewest that it allows). Then widths, depth, lengths and counts shrink, and the commands of the run are started one after the other
-on 8 fake devices. What is not on this machine (a hub's weights or tokenizer, a data file) is stood in for; nothing is fetched. What was
-shrunk and what stands in is printed. An error of the config is that of training, with the same exit code 2; any other failure is 1.
+First everything but the weights is put together at full size: settings, objective, rewards, data, prompts, and the mesh over --devices
+(by default the fewest that it allows). Then widths, depth, lengths and counts shrink, and the commands of the run are started one after
+the other on 8 fake devices. What is not on this machine (a hub's weights or tokenizer, a data file) is stood in for; nothing is fetched.
+What was shrunk and what stands in is printed. An error of the config is that of training, with its exit code 2; any other failure is 1.
 """
 
 import dataclasses
@@ -119,12 +119,20 @@ def _print_changes(changed, narrowed, notes) -> None:
 
 
 def _shown(value) -> str:
-    return "none" if value in (None, "") else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return (
+        "none"
+        if value in (None, "")
+        else f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else str(value)
+    )
 
 
 if __name__ == "__main__":
     cli.define_flags(workdir=False)
-    flags.DEFINE_string("workdir", "", "new directory for the rehearsal; default: a temporary one, removed unless it fails")
+    flags.DEFINE_string(
+        "workdir", "", "new directory for the rehearsal; default: a temporary one, removed unless it fails"
+    )
     flags.DEFINE_bool("keep", False, "keep the temporary directory")
     flags.DEFINE_integer("devices", 0, "devices of the real run, whose mesh is checked; 0 = the fewest that it allows")
     cli.run(main)

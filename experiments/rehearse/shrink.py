@@ -67,7 +67,9 @@ def shrink(config: Config, *, demonstration: int = 0) -> Config:
         ),
         optimizer=dataclasses.replace(config.optimizer, warmup=_share(config.optimizer.warmup, after, before)),
         sft=dataclasses.replace(
-            config.sft, num_steps=min(config.sft.num_steps, STEPS), batch_size=min(config.sft.batch_size, DEVICES if config.sft.num_steps else config.sft.batch_size)
+            config.sft,
+            num_steps=min(config.sft.num_steps, STEPS),
+            batch_size=min(config.sft.batch_size, DEVICES if config.sft.num_steps else config.sft.batch_size),
         ),
         evaluation=dataclasses.replace(
             evaluation,
@@ -112,7 +114,9 @@ def fewest_devices(mesh: MeshSettings) -> int:
     fixed = math.prod(size for size in sizes if size > 0)
     if -1 not in sizes:
         return fixed
-    return math.lcm(fixed, math.prod(max(1, getattr(mesh.sampling, a) or getattr(mesh, a)) for a in ("expert", "tensor")))
+    return math.lcm(
+        fixed, math.prod(max(1, getattr(mesh.sampling, a) or getattr(mesh, a)) for a in ("expert", "tensor"))
+    )
 
 
 def shrink_architecture(full: TransformerConfig) -> TransformerConfig:
@@ -148,9 +152,7 @@ def _cut_runs(kinds: tuple[str, ...]) -> tuple[str, ...]:
 def changes(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
     """Settings (or fields of an architecture) that differ, by name: (from, to); None = not there."""
     one, other = (_flat(to_dict(x) if isinstance(x, Config) else vars(x)) for x in (before, after))
-    return {
-        name: (one.get(name), other.get(name)) for name in {**one, **other} if one.get(name) != other.get(name)
-    }
+    return {name: (one.get(name), other.get(name)) for name in {**one, **other} if one.get(name) != other.get(name)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

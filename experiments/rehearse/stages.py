@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +68,9 @@ class Life:
         self._wait(log, process, expected=75)
         saved = sorted(int(path.name) for path in (self.run / "checkpoints").iterdir() if path.name.isdigit())
         if saved[-1:] != self._steps()[-1:]:
-            raise Failed(f"after SIGTERM the checkpoints are of the steps {saved}, metrics.jsonl ends with {self._steps()[-1:]}")
+            raise Failed(
+                f"after SIGTERM the checkpoints are of the steps {saved}, metrics.jsonl ends with {self._steps()[-1:]}"
+            )
         return f"SIGTERM after step {saved[-1]} of {self.config.num_steps}: saved, exit code 75"
 
     def resume(self) -> str:
@@ -147,9 +150,9 @@ class Life:
         if code == expected:
             return
         text = log.read_text()
-        start = text.rfind("error: ") if code == 2 else -1
-        if start >= 0 and text[max(0, start - 1)] in "\n":
-            raise Failed(text[start:].rstrip(), 2)
+        errors = [match.start() for match in re.finditer("^error: ", text, re.MULTILINE)]
+        if code == 2 and errors:
+            raise Failed(text[errors[-1] :].rstrip(), 2)
         raise Failed(f"exit code {code}, expected {expected}{_tail(log)}", 2 if code == 2 else 1)
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -166,7 +169,9 @@ def _tail(log: Path) -> str:
 
 
 def _sizes(mesh: MeshSettings) -> str:
-    return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("data", "fsdp", "expert", "tensor") if getattr(mesh, axis) > 1)
+    return " x ".join(
+        f"{axis} {getattr(mesh, axis)}" for axis in ("data", "fsdp", "expert", "tensor") if getattr(mesh, axis) > 1
+    )
 
 
 def _is_accuracy(name: str) -> bool:

@@ -62,6 +62,7 @@ def find(config: Config, folder: Path) -> tuple[Config, Model | None, list[str]]
         save_tokenizer(byte_tokenizer(), path)
         settings = dataclasses.replace(settings, tokenizer=str(path / "tokenizer.json"))
         data = dataclasses.replace(data, max_prompt_tokens=BYTES_OF_A_TOKEN * data.max_prompt_tokens)
+    files: dict[str, Any] = {}
     for name in ("source", "eval_source"):
         if _is_absent_file(getattr(data, name)):
             path = folder / f"fixture_{name}.jsonl"
@@ -69,8 +70,8 @@ def find(config: Config, folder: Path) -> tuple[Config, Model | None, list[str]]
             notes.append(
                 f"config.data.{name}={getattr(data, name)} is not on this machine: made-up sums with the fields {', '.join(fields)}"
             )
-            data = dataclasses.replace(data, **{name: str(path)})
-    return dataclasses.replace(config, model=settings, data=data), model, notes
+            files[name] = str(path)
+    return dataclasses.replace(config, model=settings, data=dataclasses.replace(data, **files)), model, notes
 
 
 def _is_absent(path: str, *, whole: bool = False) -> bool:
@@ -121,22 +122,24 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def small_files(run: Run, config: Config, folder: Path) -> DataSettings:
     """The settings of the rehearsal's problems: of a file those with the shortest prompts, written to `folder`."""
     settings, whole = config.data, run.config.data
-    settings = dataclasses.replace(
-        settings, directory=whole.directory, max_prompt_tokens=whole.max_prompt_tokens
-    )
+    settings = dataclasses.replace(settings, directory=whole.directory, max_prompt_tokens=whole.max_prompt_tokens)
     held_out = shrink.PROBLEMS // 4
     shortest = lambda examples, count: sorted(examples, key=lambda example: len(run.encode(example)))[:count]
     if whole.eval_source:
         _write(folder / "held_out.jsonl", shortest(run.problems.evaluation, held_out))
         settings = dataclasses.replace(settings, eval_source=str(folder / "held_out.jsonl"))
     if whole.source.endswith((".jsonl", ".parquet")) or hub.is_hub(whole.source):
-        parts = [(run.problems.train, shrink.PROBLEMS)] + [(run.problems.evaluation, held_out)] * (not whole.eval_source)
+        parts = [(run.problems.train, shrink.PROBLEMS)] + [(run.problems.evaluation, held_out)] * (
+            not whole.eval_source
+        )
         _write(folder / "problems.jsonl", [row for rows, count in parts for row in shortest(rows, count)])
         settings = dataclasses.replace(settings, source=str(folder / "problems.jsonl"))
     return settings
 
 
-def small_model(run: Run, config: Config, folder: Path) -> tuple[Any, models.TransformerConfig, models.TransformerConfig]:
+def small_model(
+    run: Run, config: Config, folder: Path
+) -> tuple[Any, models.TransformerConfig, models.TransformerConfig]:
     """The `config.model` of the rehearsal, its architecture and that of the config.
 
     Random weights in a model folder in `folder`; a small preset without weights is taken as it is.
