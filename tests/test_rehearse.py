@@ -12,8 +12,8 @@ import commands
 import jax
 import pytest
 
-from cispo_jax import models, sharding
-from cispo_jax.config import Config, MeshSettings, SamplingMeshSettings, from_config_dict
+from cispo_jax import building, models, sharding, weights
+from cispo_jax.config import Config, ConfigError, MeshSettings, SamplingMeshSettings, from_config_dict
 from cispo_jax.data import hub
 from cispo_jax.models import PRESETS
 from cispo_jax.weights import families
@@ -211,6 +211,56 @@ def test_what_is_not_here_is_stood_in_for_and_said(tmp_path, monkeypatch):
     text = tokenizer.render([{"role": "user", "content": "ζ + 1?"}])
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == "user\nζ + 1?\nassistant\n" and max(ids) < tokenizer.vocab_size == 259
+
+
+def test_the_small_model_and_files(tmp_path, monkeypatch):
+    """Weights that are not here, a file that is: all of it is checked, the shortest rows are trained on, with all their fields."""
+    monkeypatch.setattr("cispo_jax.data.hub._fetch", _nothing_fetched)
+    rows = [{"prompt": f"{'1+' * (200 - n)}{n}=", "answer": "9", "hint": f"h{n}"} for n in range(200)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = settings(
+        model__weights="hf:Qwen/Qwen3-1.7B", model__preset="qwen3-1.7b", data__source=str(tmp_path / "problems.jsonl"),
+        data__max_prompt_tokens=60, data__eval_size=20, sampling__prompts_per_step=32,
+    )  # fmt: skip
+    whole, model, _ = stand_ins.find(config, tmp_path)
+    assert whole.data.max_prompt_tokens == 480
+    run = building.build(whole, model=model)
+    small = shrink.shrink(config)
+    found, narrow, full = stand_ins.small_model(run, small, tmp_path)
+    assert (
+        full == PRESETS["qwen3-1.7b"]
+        and narrow.vocab_size == 264
+        and narrow.qk_norm
+        and found.dtype == config.model.dtype
+    )
+    assert weights.load_config(found.weights) == dataclasses.replace(narrow, file_dtype="float32")
+    assert (
+        weights.load_tokenizer(found.weights).encode("1+1=") == run.tokenizer.encode("1+1=") and found.tokenizer == ""
+    )
+    data = stand_ins.small_files(run, small, tmp_path)
+    kept = [json.loads(line) for line in Path(data.source).read_text().splitlines()]
+    assert len(kept) == shrink.PROBLEMS * 5 // 4 and all(
+        row["hint"] == f"h{row['prompt'][:-1].split('+')[-1]}" for row in kept
+    )
+    assert {row["prompt"] for row in rows[160:]} <= {row["prompt"] for row in kept}  # the shortest
+
+    with pytest.raises(ConfigError, match=r"max_prompt_tokens=400"):
+        short = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=50))
+        building.build(stand_ins.find(short, tmp_path / "again")[0], model=model)
+
+
+def test_a_small_preset_is_taken_as_it_is(tmp_path):
+    page = importlib.import_module("configs.tiny_moe").get_config()
+    page.data.train_size = page.data.eval_size = 20
+    config = from_config_dict(page)
+    run = building.build(stand_ins.find(config, tmp_path)[0])
+    found, narrow, full = stand_ins.small_model(run, config, tmp_path)
+    assert found == config.model and narrow == full == dataclasses.replace(PRESETS["tiny-moe"], vocab_size=17)
+    large = dataclasses.replace(config, model=dataclasses.replace(config.model, preset="qwen3-30b-a3b"))
+    run = building.build(stand_ins.find(large, tmp_path)[0])
+    found, narrow, full = stand_ins.small_model(run, large, tmp_path)
+    assert found.weights and narrow.embed_dim == 32 and narrow.vocab_size == 17
+    assert weights.load_tokenizer(found.tokenizer).encode("1+1") == weights.load_tokenizer(found.weights).encode("1+1")
 
 
 def _nothing_fetched(name, revision, patterns, kind, spec, setting):

@@ -28,21 +28,15 @@ def main(config) -> int:
         raise ConfigError(f"--workdir={given} is not empty: a rehearsal starts in a new directory.")
     folder = Path(given or tempfile.mkdtemp(prefix="rehearsal_")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    keep = bool(given or flags.FLAGS.keep)
+    code = 1
     try:
         code = _rehearse(config, folder)
-        keep = keep or code != 0
-    except ConfigError:
-        keep = bool(given)  # nothing has run yet
-        raise
-    except BaseException:
-        keep = True
-        raise
     finally:
-        if not keep:
+        failed = code != 0 and (folder / "logs").exists()  # else there is nothing to look into
+        if given or flags.FLAGS.keep or failed:
+            print(f"everything is in {folder}", flush=True)
+        else:
             shutil.rmtree(folder)
-    if keep:
-        print(f"everything is in {folder}")
     if code == 0:
         print(f"passed in {time.monotonic() - started:.0f} s")
     return code
@@ -87,7 +81,8 @@ def _rehearse(config, folder: Path) -> int:
             said.append(life.report())
     except stages.Failed as failure:
         print(failure, file=sys.stderr)
-        print(f"stage {name!r} failed; its log is {folder / 'logs' / name}.log", file=sys.stderr)
+        log = folder / "logs" / f"{name}.log"
+        print(f"stage {name!r} failed" + (f"; its log is {log}" if log.exists() else ""), file=sys.stderr)
         return failure.code
     return 0
 

@@ -58,7 +58,7 @@ def find(config: Config, folder: Path) -> tuple[Config, Model | None, list[str]]
             "prompts in tokens and the model's own template are not rehearsed"
         )
         path = folder / "tokenizer"
-        path.mkdir()
+        path.mkdir(parents=True)
         save_tokenizer(byte_tokenizer(), path)
         settings = dataclasses.replace(settings, tokenizer=str(path / "tokenizer.json"))
         data = dataclasses.replace(data, max_prompt_tokens=BYTES_OF_A_TOKEN * data.max_prompt_tokens)
