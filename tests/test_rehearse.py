@@ -222,11 +222,12 @@ def test_the_small_model_and_files(tmp_path, monkeypatch):
         model__weights="hf:Qwen/Qwen3-1.7B", model__preset="qwen3-1.7b", data__source=str(tmp_path / "problems.jsonl"),
         data__max_prompt_tokens=60, data__eval_size=20, sampling__prompts_per_step=32,
     )  # fmt: skip
-    whole, model, _ = stand_ins.find(config, tmp_path)
+    here = tmp_path / "here"
+    whole, model, _ = stand_ins.find(config, here)
     assert whole.data.max_prompt_tokens == 480
     run = building.build(whole, model=model)
     small = shrink.shrink(config)
-    found, narrow, full = stand_ins.small_model(run, small, tmp_path)
+    found, narrow, full = stand_ins.small_model(run, small, here)
     assert (
         full == PRESETS["qwen3-1.7b"]
         and narrow.vocab_size == 264
@@ -237,7 +238,7 @@ def test_the_small_model_and_files(tmp_path, monkeypatch):
     assert (
         weights.load_tokenizer(found.weights).encode("1+1=") == run.tokenizer.encode("1+1=") and found.tokenizer == ""
     )
-    data = stand_ins.small_files(run, small, tmp_path)
+    data = stand_ins.small_files(run, small, here)
     kept = [json.loads(line) for line in Path(data.source).read_text().splitlines()]
     assert len(kept) == shrink.PROBLEMS * 5 // 4 and all(
         row["hint"] == f"h{row['prompt'][:-1].split('+')[-1]}" for row in kept
