@@ -213,6 +213,13 @@ def test_what_is_not_here_is_stood_in_for_and_said(tmp_path, monkeypatch):
     assert tokenizer.decode(ids) == "user\nζ + 1?\nassistant\n" and max(ids) < tokenizer.vocab_size == 259
 
 
+def test_weights_that_are_not_here_need_a_preset(tmp_path, monkeypatch):
+    monkeypatch.setattr("cispo_jax.data.hub._fetch", _nothing_fetched)
+    config = settings(model__weights="hf:Qwen/Qwen3-1.7B", model__preset="qwen3-1.7")
+    with pytest.raises(ConfigError, match=r'architecture must be named.*Did you mean "qwen3-1\.7b"'):
+        stand_ins.find(config, tmp_path)
+
+
 def test_the_small_model_and_files(tmp_path, monkeypatch):
     """Weights that are not here, a file that is: all of it is checked, the shortest rows are trained on, with all their fields."""
     monkeypatch.setattr("cispo_jax.data.hub._fetch", _nothing_fetched)

@@ -12,7 +12,7 @@ import tokenizers
 
 from cispo_jax import models, weights
 from cispo_jax.building import Run
-from cispo_jax.config import Config, DataSettings
+from cispo_jax.config import Config, ConfigError, DataSettings, suggest
 from cispo_jax.data import hub
 from cispo_jax.data.tokenizers import Tokenizer, byte_level_bpe, save_tokenizer
 from experiments.rehearse import shrink
@@ -38,13 +38,17 @@ def find(config: Config, folder: Path) -> tuple[Config, Model | None, list[str]]
     Hub caches are looked into, nothing is fetched.
 
     Raises:
-      ConfigError: a local file of the model that is not there, as in training.
+      ConfigError: neither the weights nor a preset of their architecture are here, or a spec of the hub is malformed.
     """
     notes: list[str] = []
     model, settings = None, config.model
     if settings.weights and _is_absent(settings.weights, whole=True):
         if settings.preset not in models.PRESETS:
-            return config, None, []  # `building.build` says so
+            raise ConfigError(
+                f"config.model.preset={settings.preset!r}: config.model.weights={settings.weights} is not on this machine, and its "
+                f"architecture must be named; valid values are {', '.join(models.PRESETS)}."
+                + suggest(settings.preset, models.PRESETS)
+            )
         model = Model(models.PRESETS[settings.preset])
         notes.append(
             f"config.model.weights={settings.weights} is not on this machine: the architecture is that of config.model.preset="
