@@ -16,27 +16,16 @@ from flax import nnx
 
 from cispo_jax.log_probs import head_logits
 from cispo_jax.models.attention import Attention
+from cispo_jax.models.cache import NO_EXPERT, Cache
 from cispo_jax.models.config import TransformerConfig
 from cispo_jax.models.layers import Mlp, Span, mix, normal, ones, rms_norm, rotary_angles
 from cispo_jax.models.lightning import LightningAttention, slopes
-from cispo_jax.models.moe import NO_EXPERT, MoeMlp, Routing
+from cispo_jax.models.moe import MoeMlp, Routing
 from cispo_jax.routing import RouterSums
 from cispo_jax.sharding import constrain, param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
 MLP: dict[str, Any] = {"dense": Mlp, "moe": MoeMlp}
-
-
-class Cache(NamedTuple):
-    """What attention remembers of the tokens so far, for each place of the period and stacked over its layers.
-
-    Softmax: keys and values, column = slot, `mask` says which slots hold a token (rows advance together). Lightning: its state.
-    Where it was asked for, the experts that each token took in each layer (`NO_EXPERT`: none).
-    """
-
-    memory: tuple[Any, ...]
-    mask_BS: jax.Array
-    expert_ids_BSLK: jax.Array | None = None
 
 
 class States(NamedTuple):
