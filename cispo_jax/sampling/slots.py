@@ -197,7 +197,7 @@ class _Run:
             self.lengths[row] += count
             self.tokens[row, new], self.mask[row, new] = tokens[slot, :count], True
             self.log_probs[row, new], self.reasons[row] = log_probs[slot, :count], reasons[slot]
-            if self.expert_ids is not None:
+            if self.expert_ids is not None and ids is not None:
                 # The token before each one was fed, at first the last of the prompt.
                 first = self.prompt_tokens.shape[1] - 1 + start
                 self.expert_ids[row, first : first + count] = ids[slot, :count]

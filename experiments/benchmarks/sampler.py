@@ -93,7 +93,7 @@ class Peer:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
-    def run(self, case: str) -> dict[str, float]:
+    def run(self, case: str, seed: int) -> dict[str, float]:
         assert self.process.stdin is not None
         self.process.stdin.write(case + "\n")
         self.process.stdin.flush()
@@ -163,7 +163,7 @@ def main() -> None:
         if case == "skewed":
             samplers[f"slots {args.slots}"] = functools.partial(ours, case, args.slots)
         if peer is not None:
-            samplers["transformers"] = lambda seed, peer=peer, case=case: peer.run(case)
+            samplers["transformers"] = functools.partial(peer.run, case)
         runs: dict[str, list[dict]] = {name: [] for name in samplers}
         for round_ in range(args.rounds + 1):
             for name, run in samplers.items():
