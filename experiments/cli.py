@@ -102,7 +102,7 @@ def parse(argv: list[str]) -> Config:
         print(main.strip(), "\n\nFlags of this command:\n" + flags.FLAGS.module_help("experiments.cli"))
         print(flags.FLAGS.main_module_help())
         sys.exit(0)
-    argv, settings = _take_settings(argv)
+    argv, settings = take_settings(argv)
     try:
         rest = flags.FLAGS(argv)
     except (flags.Error, ValueError) as error:
@@ -115,11 +115,11 @@ def parse(argv: list[str]) -> Config:
         )
     if "workdir" in flags.FLAGS:
         workdir = flags.FLAGS.workdir
-        if not workdir:
+        if not workdir and flags.FLAGS["workdir"].default is None:
             raise ConfigError(
                 "--workdir=DIR is missing: the directory where the run is kept, e.g. --workdir=runs/first."
             )
-        if os.path.isfile(workdir):
+        if workdir and os.path.isfile(workdir):
             raise ConfigError(f"--workdir={workdir} is a file; give a directory, which is made if it is not there.")
     page = load_page(flags.FLAGS.config)
     source = [text for name, text in settings if name == "data.source"]
@@ -160,7 +160,7 @@ def load_page(spec: str) -> dict[str, Any]:
     return config.to_dict()
 
 
-def _take_settings(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def take_settings(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Splits off `--config.section.key=value` and `--config.section.key value` as (section.key, text)."""
     kept, settings = [], []
     remaining = iter(argv)

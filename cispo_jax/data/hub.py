@@ -15,6 +15,10 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja")  # nothing that runs when i
 DATA_FILES = ("*.parquet", "*.jsonl")
 
 
+class NotFetched(ConfigError):
+    """What is named well but cannot be had here: no such repository, no network, or no `huggingface_hub`."""
+
+
 def is_hub(path: epath.PathLike) -> bool:
     return str(path).startswith(PREFIX)
 
@@ -69,12 +73,12 @@ def _fetch(name: str, revision: str | None, patterns: Sequence[str], kind: str, 
     try:
         import huggingface_hub
     except ImportError:
-        raise ConfigError(f"{setting}={spec!r} needs huggingface_hub: pip install 'cispo-jax[hub]'.") from None
+        raise NotFetched(f"{setting}={spec!r} needs huggingface_hub: pip install 'cispo-jax[hub]'.") from None
     try:
         folder = huggingface_hub.snapshot_download(
             name, repo_type=kind, revision=revision, allow_patterns=list(patterns)
         )
     except Exception as error:  # the library and its HTTP client raise many kinds
         why = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{setting}={spec!r} could not be fetched ({type(error).__name__}: {why}).") from None
+        raise NotFetched(f"{setting}={spec!r} could not be fetched ({type(error).__name__}: {why}).") from None
     return epath.Path(folder)
