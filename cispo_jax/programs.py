@@ -83,6 +83,11 @@ def make_programs(
     devices = sharding.batch_devices(mesh)
     _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
+    if config.sampling.slots % sharding.batch_devices(sampling_mesh):
+        raise ConfigError(
+            f"config.sampling.slots={config.sampling.slots}: valid are multiples of the {sharding.batch_devices(sampling_mesh)} devices "
+            "that split rows while sampling (all but config.mesh.sampling.tensor), or 0."
+        )
     sharding.check_divisible(architecture, mesh)
     sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling", sharding.SAMPLING_RULES)
     optimizer = make_optimizer(config.optimizer)
@@ -98,6 +103,9 @@ def make_programs(
         "pad_id": pad_id,
         "dtype": dtype,
         "shard_rows": functools.partial(sharding.shard_rows, sampling_mesh),
+        "slots": config.sampling.slots,
+        "sync_tokens": config.sampling.sync_tokens,
+        "repetition_stop": config.sampling.repetition_stop,
     }
 
     def sample(model, prompts, **options):

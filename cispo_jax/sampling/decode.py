@@ -116,13 +116,13 @@ def sample_groups(
         tokens_PS[row, width - len(prompt) :] = prompt
         mask_PS[row, width - len(prompt) :] = True
     ids_P = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
-    rules = Rules(
-        temperature=np.float32(temperature or 1.0),
-        eos_ids=np.asarray(sorted(set(eos_ids)), np.int32),
-        max_new_tokens=np.int32(max_new_tokens),
-        repetition_stop=np.int32(repetition_stop),
-        seed=np.uint32(seed % 2**32),
-        step=np.uint32(step),
+    rules = Rules.of(
+        temperature=temperature,
+        eos_ids=eos_ids,
+        max_new_tokens=max_new_tokens,
+        repetition_stop=repetition_stop,
+        seed=seed,
+        step=step,
     )
     common = {
         "group_size": group_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,13 +27,33 @@ class Rules(NamedTuple):
     seed: np.uint32
     step: np.uint32
 
+    @staticmethod
+    def of(
+        *,
+        eos_ids: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        repetition_stop: int = 0,
+        seed: int = 0,
+        step: int = 0,
+    ) -> Rules:
+        """With the types that a program is compiled for; a temperature of 0 (greedy) is 1 in the record."""
+        return Rules(
+            temperature=np.float32(temperature or 1.0),
+            eos_ids=np.asarray(sorted(set(eos_ids)), np.int32),
+            max_new_tokens=np.int32(max_new_tokens),
+            repetition_stop=np.int32(repetition_stop),
+            seed=np.uint32(seed % 2**32),
+            step=np.uint32(step),
+        )
+
 
 class Choice(NamedTuple):
     """How a token is chosen; static."""
 
-    greedy: bool
-    top_p: float
-    top_k: int
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 class Rows(NamedTuple):

@@ -81,7 +81,7 @@ def row_sizes(slots: int, devices: int = 1) -> list[int]:
 def widths(prompt_width: int, max_new_tokens: int) -> list[int]:
     """How many columns a cache may have: enough for the longest response, and fewer while all are young."""
     rooms = [max_new_tokens]
-    while rooms[0] > FIRST_ROOM:
+    while rooms[0] >= 2 * FIRST_ROOM:
         rooms.insert(0, max(-(-rooms[0] // FACTOR), FIRST_ROOM))
     return [_prompt_columns(prompt_width) + room for room in rooms]
 

@@ -16,6 +16,7 @@ from cispo_jax import models, sharding
 from cispo_jax.config import Config
 from cispo_jax.programs import Programs, make_programs
 from cispo_jax.sampling import decode
+from cispo_jax.sampling.draw import Choice, Rules
 from cispo_jax.types import Batch
 from experiments.plan.hlo import Program
 
@@ -125,15 +126,10 @@ class Lowered:
             prompts(jnp.int32, sizes.prompt),
             prompts(jnp.bool, sizes.prompt),
             prompts(jnp.uint32),
-            np.zeros(1, np.int32),
-            np.uint32(0),
-            np.uint32(0),
-            np.float32(1),
+            Rules.of(eos_ids=(0,), max_new_tokens=response),
             group_size=sizes.decode_rows // sizes.prompts,
             max_new_tokens=response,
-            greedy=False,
-            top_p=1.0,
-            top_k=0,
+            choice=Choice(),
             dtype=self.config.model.dtype,
             record=self.config.objective.routing_replay,
         )
