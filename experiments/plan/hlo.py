@@ -131,15 +131,15 @@ class Program:
         """Device numbers of each group; of a permutation, its pairs."""
         named = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
         if named:
-            names, sizes = zip(*re.findall(r"'([^']*)'=(\d+)", named[1]), strict=True)
-            sizes = [int(size) for size in sizes]
+            of_axis = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+            names, sizes = list(of_axis), list(of_axis.values())
             places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes))
             # Axes, or parts of one: 'a':(2)4 is the middle of an axis of 2 x 4 x what is left. Members differ in these alone.
             for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", named[2]):
                 axis = names.index(name)
-                part = int(part or sizes[axis])
-                rest = sizes[axis] // (int(before or 1) * part)
-                places[axis] -= places[axis] // rest % part * rest
+                length = int(part or sizes[axis])
+                rest = sizes[axis] // (int(before or 1) * length)
+                places[axis] -= places[axis] // rest % length * rest
             group = np.ravel_multi_index(tuple(places), sizes)
             return np.argsort(group, kind="stable").reshape(len(np.unique(group)), -1).tolist()
         iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
@@ -195,13 +195,14 @@ class Program:
     def moved_weights(self, smallest: int, rows: int) -> list[Collective]:
         """Collectives of the token loop as large as a weight: at least `smallest` elements, and no activation of `rows` rows or a part.
 
-        An activation's first dimension counts rows, all of them or those of a device.
+        An activation's first dimension counts rows, all of them or those of a device; a `ragged-all-to-all` moves the rows of experts.
         """
         if self.token_loop is None:
             return []
         found = []
         for collective, _ in self.walk(self.token_loop):
             leading = next((n for n in collective.shape if n != 1), 1)
-            if math.prod(collective.shape) >= smallest and (rows % leading or leading == 1):
+            activation = collective.kind == "ragged-all-to-all" or (leading > 1 and rows % leading == 0)
+            if math.prod(collective.shape) >= smallest and not activation:
                 found.append(collective)
         return found
