@@ -138,8 +138,8 @@ class Program:
             for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", named[2]):
                 axis = names.index(name)
                 length = int(part or sizes[axis])
-                rest = sizes[axis] // (int(before or 1) * length)
-                places[axis] -= places[axis] // rest % length * rest
+                below = sizes[axis] // (int(before or 1) * length)
+                places[axis] -= places[axis] // below % length * below
             group = np.ravel_multi_index(tuple(places), sizes)
             return np.argsort(group, kind="stable").reshape(len(np.unique(group)), -1).tolist()
         iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
