@@ -88,7 +88,7 @@ def test_a_shape_that_is_no_slice_is_refused(tmp_path):
 def lowered(preset="tiny-moe", **changes):
     """Programs of the debug page for eight chips, in this process."""
     chips.prepare_environment()
-    changes = {"objective__num_minibatches": 1, "model__dtype": "bfloat16"} | changes
+    changes = {"mesh__fsdp": -1, "objective__num_minibatches": 1, "model__dtype": "bfloat16"} | changes
     config = debug_run.config(**changes)
     mesh = sharding.make_mesh(config.mesh, chips.find("v5p:2x2x2").devices)
     return compiling.Lowered(config, PRESETS[preset], mesh)
