@@ -124,12 +124,14 @@ def make_programs(
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
         # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
         share = math.gcd(share, max(1, len(tokens_BX) // devices))
+        # A micro-batch comes from the rows of some devices only: without this they alone would look its tokens up.
+        tokens_BX, padding_mask_BX = map(sharding.split_rows, (tokens_BX, padding_mask_BX))
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
         states = models.response_states(model, tokens_BX, padding_mask_BX, expert_ids_BXLK=expert_ids, **options)
         tokens_BT = tokens_BX[:, -response_width:]
         outputs = fused_token_log_probs(
             states.hidden_BTD,
-            models.head_matrix(model),
+            sharding.whole(models.head_matrix(model), None, "tensor"),
             tokens_BT,
             temperature=config.sampling.temperature,
             chunk_size=CHUNK_TOKENS * devices,

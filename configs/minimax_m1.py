@@ -1,0 +1,38 @@
+"""MiniMax-M1, 456B parameters of which a token meets 46B, with its own settings at 40K tokens, for 512 chips of TPU v5p.
+
+    python -m experiments.train --config=configs/minimax_m1.py --workdir=runs/minimax_m1 --config.data.source=problems.jsonl
+    .venv-plan/bin/python -m experiments.plan --config=configs/minimax_m1.py --topology=v5p:8x8x8
+
+From the paper (arXiv:2506.13585): AdamW 0.9, 0.95, 1e-15, float32 head, no lower bound, no KL, 16 updates a batch, every token used once,
+dynamic sampling and DAPO's penalty of long responses, responses up to 40K (its first stage; 512 H800). It gives no upper bound, rate,
+batch or group: the bound is ScaleRL's 1 + 4, the others are DAPO's. Not run here (512 chips).
+"""
+
+from cispo_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.num_steps = 100
+    config.model.preset = "minimax-m1"
+    config.model.weights = "hf:MiniMaxAI/MiniMax-M1-40k"
+    config.model.dtype = "bfloat16"
+    config.data.source = "problems.jsonl"
+    config.data.max_prompt_tokens = 2_048
+    config.data.long_prompts = "filter"
+    config.rewards.overlong_buffer = 4_096
+    config.sampling.prompts_per_step = 512
+    config.sampling.group_size = 16
+    config.sampling.max_new_tokens = 38_912  # 40,960 with the prompt
+    config.sampling.max_refills = 2
+    config.objective.epsilon_high = 4.0
+    config.objective.num_minibatches = 16  # of 512 rows
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.warmup = 20
+    config.mesh.expert = 32  # x fsdp 16
+    config.mesh.sampling.tensor = 8
+    config.evaluation.every = 4
+    config.evaluation.samples = 32
+    config.evaluation.top_p = 0.95
+    config.checkpoint.every = 4
+    return config
