@@ -124,9 +124,7 @@ def _fused_backward(chunk_size: int, residuals, cotangents):
     dtype = jnp.bfloat16 if hidden.dtype == head.dtype == jnp.bfloat16 else jnp.float32
     vocab_size = head.shape[1]
     width = -(-vocab_size // (hidden.shape[0] // chunk_size))
-    width += (
-        -width % 128 if width > 128 else 0
-    )  # of a TPU's registers: a product of other widths may take it minutes to compile
+    width += -width % 128 if width > 128 else 0  # whole registers of a TPU
     blocks = -(-vocab_size // width)
     tokens, entropy, maximum, log_total, d_log_prob, d_entropy = (x[:, None] for x in (tokens, *columns, *cotangents))
 
