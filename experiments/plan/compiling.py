@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,10 +146,20 @@ def bytes_of_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
 
-def compile_program(lower: Callable[[], Any], mesh: jax.sharding.Mesh) -> Compiled | None:
-    """Lowers and compiles one program; a refusal for want of memory is an answer, other errors are raised."""
+def compile_programs(
+    lower: dict[str, Callable[[], Any]], mesh_of: Callable[[str], jax.sharding.Mesh], say: Callable[[str], None]
+) -> dict[str, Compiled | None]:
+    """Two programs at a time: a TPU's compiler keeps a core busy with one."""
+    lowered = {name: function() for name, function in lower.items()}
+    with ThreadPoolExecutor(2) as pool:
+        say(f"compiling {', '.join(lowered)} ...")
+        pending = {name: pool.submit(compile_program, program, mesh_of(name)) for name, program in lowered.items()}
+        return {name: future.result() for name, future in pending.items()}
+
+
+def compile_program(lowered: Any, mesh: jax.sharding.Mesh) -> Compiled | None:
+    """Compiles one program; a refusal for want of memory is an answer, other errors are raised."""
     started = time.monotonic()
-    lowered = lower()
     if lowered is None:
         return None
     try:

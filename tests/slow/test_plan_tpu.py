@@ -96,7 +96,7 @@ def lowered(preset="tiny-moe", **changes):
 
 def test_devices_send_experts_the_tokens_of_their_rows_alone():
     of = lowered(mesh__expert=4, sampling__max_new_tokens=512)
-    program = compiling.compile_program(of.train_step, of.programs.mesh).program
+    program = compiling.compile_program(of.train_step(), of.programs.mesh).program
     along = [c for c, _ in program.walk() if "expert" in c.axes.split("+")]
     assert "ragged-all-to-all" in {c.kind for c in along}
     tokens = (
@@ -118,6 +118,6 @@ def test_a_decode_loop_that_gathers_weights_is_refused():
     of = lowered(mesh__expert=4)
     of.programs = dataclasses.replace(of.programs, sampling_mesh=of.programs.mesh)
     of.sampler = lambda: of.state.model
-    found = compiling.compile_program(of.decode, of.programs.mesh)
+    found = compiling.compile_program(of.decode(), of.programs.mesh)
     with pytest.raises(ConfigError, match=r"moves weights .* config\.mesh\.sampling\.tensor"):
         planning._refuse_moved_weights(found, of.state.model.config, of.sizes, of.config)
