@@ -122,8 +122,10 @@ def _fused_backward(chunk_size: int, residuals, cotangents):
     # final. In chunks of tokens it would be added up [D, V] at every chunk, under a mesh even summed over the devices every time.
     hidden, head, tokens, temperature, *columns = residuals
     dtype = jnp.bfloat16 if hidden.dtype == head.dtype == jnp.bfloat16 else jnp.float32
-    blocks = hidden.shape[0] // chunk_size
     vocab_size = head.shape[1]
+    width = -(-vocab_size // (hidden.shape[0] // chunk_size))
+    width += -width % 128 if width > 128 else 0  # whole registers of a TPU
+    blocks = -(-vocab_size // width)
     tokens, entropy, maximum, log_total, d_log_prob, d_entropy = (x[:, None] for x in (tokens, *columns, *cotangents))
 
     def block(hidden_gradient, inputs):
@@ -137,8 +139,8 @@ def _fused_backward(chunk_size: int, residuals, cotangents):
         return hidden_gradient + head_logits(d_logits, head.T), head_logits(hidden.T, d_logits)
 
     with jax.named_scope("fused_log_probs_backward"):
-        padded = jnp.pad(head.T, ((0, -vocab_size % blocks), (0, 0)))
-        inputs = jnp.arange(blocks, dtype=tokens.dtype), _split(padded, padded.shape[0] // blocks).swapaxes(1, 2)
+        padded = jnp.pad(head.T, ((0, blocks * width - vocab_size), (0, 0)))
+        inputs = jnp.arange(blocks, dtype=tokens.dtype), _split(padded, width).swapaxes(1, 2)
         zeros = _vary(jnp.zeros(hidden.shape, jnp.float32), _axes(hidden, head, *columns, *cotangents))
         hidden_gradient, head_gradient = jax.lax.scan(block, zeros, inputs)
         head_gradient = _join(head_gradient.swapaxes(1, 2))[:vocab_size].T

@@ -83,6 +83,11 @@ def make_programs(
     devices = sharding.batch_devices(mesh)
     _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
+    if config.sampling.slots % sharding.batch_devices(sampling_mesh):
+        raise ConfigError(
+            f"config.sampling.slots={config.sampling.slots}: valid are multiples of the {sharding.batch_devices(sampling_mesh)} devices "
+            "that split rows while sampling (all but config.mesh.sampling.tensor), or 0."
+        )
     sharding.check_divisible(architecture, mesh)
     sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling", sharding.SAMPLING_RULES)
     optimizer = make_optimizer(config.optimizer)
@@ -98,6 +103,9 @@ def make_programs(
         "pad_id": pad_id,
         "dtype": dtype,
         "shard_rows": functools.partial(sharding.shard_rows, sampling_mesh),
+        "slots": config.sampling.slots,
+        "sync_tokens": config.sampling.sync_tokens,
+        "repetition_stop": config.sampling.repetition_stop,
     }
 
     def sample(model, prompts, **options):
@@ -116,12 +124,14 @@ def make_programs(
         """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
         # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
         share = math.gcd(share, max(1, len(tokens_BX) // devices))
+        # A micro-batch comes from the rows of some devices only: without this they alone would look its tokens up.
+        tokens_BX, padding_mask_BX = map(sharding.split_rows, (tokens_BX, padding_mask_BX))
         options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
         states = models.response_states(model, tokens_BX, padding_mask_BX, expert_ids_BXLK=expert_ids, **options)
         tokens_BT = tokens_BX[:, -response_width:]
         outputs = fused_token_log_probs(
             states.hidden_BTD,
-            models.head_matrix(model),
+            sharding.whole(models.head_matrix(model), None, "tensor"),
             tokens_BT,
             temperature=config.sampling.temperature,
             chunk_size=CHUNK_TOKENS * devices,

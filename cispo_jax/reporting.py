@@ -102,6 +102,7 @@ class StepReport:
             "tokens/generated": int(tokens.sum()),
             "response/length": float(tokens.mean()),
             "response/truncated": float(np.mean([reason == "length" for reason in finished])),
+            "response/repetition": float(np.mean([reason == "repetition" for reason in finished])),
         }
 
     def finish(self) -> dict[str, float]:

@@ -183,6 +183,13 @@ def constrain(x: jax.Array, *spec: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*spec))
 
 
+def whole(x: jax.Array, *spec: Any) -> jax.Array:
+    """`constrain` on the way forward only: a parameter is gathered here, once and not in every trip of a loop, and its gradient is not."""
+    gathered = jax.custom_vjp(lambda x: constrain(x, *spec))
+    gathered.defvjp(lambda x: (constrain(x, *spec), None), lambda _, gradient: (gradient,))
+    return gathered(x)
+
+
 def split_rows(x: jax.Array, axis: int = 0) -> jax.Array:
     """Keeps the rows of an activation split over the batch axes of the mesh that the program is traced under, if there is one.
 

@@ -99,7 +99,7 @@ def lowered(layers, mesh=(("data", 1), ("fsdp", 2), ("tensor", 2))):
 def compiled(layers, name="train_step"):
     of = lowered(layers)
     mesh = of.programs.mesh if name in ("train_step", "reshard") else of.programs.sampling_mesh
-    return compiling.compile_program(getattr(of, name), mesh)
+    return compiling.compile_program(getattr(of, name)(), mesh)
 
 
 def test_twice_the_layers_move_twice_as_much():
@@ -122,6 +122,15 @@ def test_fsdp_gathers_every_weight_and_adds_up_every_gradient():
     assert compiled(8).program.bytes_by_axis()["fsdp"] >= 3 * split / 2
 
 
+def test_the_rows_of_a_micro_batch_are_spread_before_they_are_embedded():
+    """A group at a time, whose rows lie on two of the four devices: each embeds its own rows, and no embeddings are exchanged."""
+    small = {"sampling__prompts_per_step": 2, "sampling__group_size": 8, "sampling__max_new_tokens": 24}
+    config = settings(objective__micro_batch_rows=8, **small)
+    of = compiling.Lowered(config, WIDE, sharding.make_mesh(config.mesh, jax.devices()[:4]))
+    program = compiling.compile_program(of.train_step(), of.programs.mesh).program
+    assert not [c for c, _ in program.walk() if c.kind == "all-gather" and c.shape[-2:] == (23, WIDE.embed_dim)]
+
+
 def test_groups_are_read_in_every_form():
     program = hlo.Program("", {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2})
     for text, axes in (
@@ -132,6 +141,8 @@ def test_groups_are_read_in_every_form():
         ("replica_groups=[1,8]<=[8]", "data+fsdp+tensor"),
         ("replica_groups=mesh['data'=2,'fsdp'=2,'expert'=1,'tensor'=2] {'fsdp'}", "fsdp"),
         ("replica_groups=mesh['a'=8] {'a'}", "data+fsdp+tensor"),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", "fsdp"),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(2)2}", "data+tensor"),
     ):
         assert program._axes(np.array(program._groups(text))) == axes, text
 
@@ -164,7 +175,7 @@ def test_a_decode_loop_that_moves_weights_is_refused():
     of = compiling.Lowered.__new__(compiling.Lowered)
     of.__dict__ |= lowered(2, mesh=(("data", 1), ("fsdp", 4), ("tensor", 1))).__dict__ | {"programs": wrong}
     of.sampler = of_training
-    found = compiling.compile_program(of.decode, mesh)
+    found = compiling.compile_program(of.decode(), mesh)
     architecture = model.config
     with pytest.raises(ConfigError, match=r"moves weights .* config\.mesh\.sampling\.tensor"):
         planning._refuse_moved_weights(found, architecture, of.sizes, of.config)
@@ -177,7 +188,7 @@ def test_temporaries_of_the_train_step_grow_linearly_with_the_length():
     def temporary(T):
         config = settings(sampling__max_new_tokens=T, mesh__data=1, mesh__fsdp=1, model__remat=True)
         of = compiling.Lowered(config, debug_run.TINY, sharding.make_mesh(config.mesh, jax.devices()[:1]))
-        return compiling.compile_program(of.train_step, of.programs.mesh).temp_bytes
+        return compiling.compile_program(of.train_step(), of.programs.mesh).temp_bytes
 
     short, long, longer = map(temporary, (2048, 4096, 8192))
     assert longer - long < 2.2 * (long - short)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from cispo_jax import models, sharding
 from cispo_jax.config import ConfigError
-from cispo_jax.sampling import decode, sample_groups
+from cispo_jax.sampling import draw, sample_groups
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8]]
 EOS = (2, 7)
@@ -212,7 +212,7 @@ def test_every_mesh_samples_the_same(sizes):
 
 def draws(logits, count, seed=0):
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(count))
-    return np.asarray(jax.jit(jax.vmap(decode._draw, (0, None)))(keys, jnp.asarray(logits, jnp.float32)))
+    return np.asarray(jax.jit(jax.vmap(draw.draw_token, (0, None)))(keys, jnp.asarray(logits, jnp.float32)))
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ def test_draws_of_a_large_vocabulary_have_the_right_mean_and_rare_tokens_come_up
 
 
 def test_neighbouring_keys_draw_independently():
-    keys = decode.row_keys(
+    keys = draw.row_keys(
         jnp.uint32(0), jnp.uint32(0), jnp.repeat(jnp.arange(200, dtype=jnp.uint32), 20), jnp.tile(jnp.arange(20), 200)
     )
     logits = jnp.zeros(8)
     tokens = np.stack(
         [
-            np.asarray(jax.jit(jax.vmap(lambda k, t=t: decode._draw(jax.random.fold_in(k, t), logits)))(keys))
+            np.asarray(jax.jit(jax.vmap(lambda k, t=t: draw.draw_token(jax.random.fold_in(k, t), logits)))(keys))
             for t in (0, 1)
         ]
     )
@@ -292,7 +292,7 @@ def test_top_p_and_top_k_keep_the_likeliest(options, expected):
     order = np.array([3, 0, 4, 1, 2])  # the likeliest is not the first
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), jnp.arange(2_000))
     logits = jnp.broadcast_to(LOGITS[order], (2_000, 5))
-    tokens = np.asarray(decode._choose(logits, keys, 0, greedy=False, **options))
+    tokens = np.asarray(draw.choose(logits, keys, jnp.zeros(2_000, jnp.int32), greedy=False, **options))
     assert set(order[tokens]) == expected
     p = np.exp(LOGITS.astype(np.float64))[sorted(expected)]
     seen = np.bincount(order[tokens], minlength=5)[sorted(expected)]

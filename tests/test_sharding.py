@@ -151,7 +151,7 @@ def test_decoding_moves_no_weight_between_devices():
     """The compiled decode loop in the sampling layout: no collective as large as a weight matrix inside."""
     import re
 
-    from cispo_jax.sampling import decode
+    from cispo_jax.sampling import decode, draw
 
     # 128 rows of 32: moving a weight [32, 64] is cheaper than moving activations, or XLA would move these instead.
     model = debug_run.model(debug_run.TINY.__class__(64, 32, 1, 4, 2, 8, 64))
@@ -160,9 +160,9 @@ def test_decoding_moves_no_weight_between_devices():
     put = lambda x: jax.device_put(x, rows)
     arguments = lambda layout: (
         jax.device_put(model, layout), put(np.ones((32, 3), np.int32)), put(np.ones((32, 3), bool)), put(np.arange(32, dtype=np.uint32)),
-        np.array([1], np.int32), np.uint32(0), np.uint32(0), np.float32(1),
+        draw.Rules.of(eos_ids=(1,), max_new_tokens=4),
     )  # fmt: skip
-    options = dict(group_size=4, max_new_tokens=4, greedy=False, top_p=1.0, top_k=0, dtype="float32")
+    options = dict(group_size=4, max_new_tokens=4, choice=draw.Choice(), dtype="float32")
     abstract = jax.eval_shape(lambda: model)
 
     def largest_moved(layout):

@@ -34,6 +34,9 @@ MINIMUM: dict[str, float] = {
     "sampling.max_new_tokens": 1,
     "sampling.max_refills": 0,
     "sampling.batch_rows": 0,
+    "sampling.slots": 0,
+    "sampling.sync_tokens": 1,
+    "sampling.repetition_stop": 0,
     "objective.num_minibatches": 1,
     "objective.num_epochs": 1,
     "objective.micro_batch_rows": 0,
@@ -140,6 +143,11 @@ def _validate_sampling(config: Config) -> None:
         raise ConfigError(
             f"config.objective.micro_batch_rows={objective.micro_batch_rows} does not divide the {rows} rows of a mini-batch "
             f"(prompts_per_step / num_minibatches x group_size). Valid: 0 (all) or {', '.join(map(str, divisors))}."
+        )
+    if sampling.slots and sampling.batch_rows:
+        raise ConfigError(
+            f"config.sampling.slots={sampling.slots} and config.sampling.batch_rows={sampling.batch_rows} both say how many responses "
+            "decode at a time: one of the two must be 0."
         )
     if sampling.batch_rows:
         G, P = sampling.group_size, sampling.prompts_per_step

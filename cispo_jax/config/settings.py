@@ -87,6 +87,11 @@ class SamplingSettings:
     group_size: int = 8  # G: responses of each prompt
     max_new_tokens: int = 64  # T: response tokens, the EOS included
     batch_rows: int = 0  # responses decoded at a time, whole groups: their caches share the memory; 0 = all P x G
+    slots: int = 0  # the same, but a response that ends makes room for the next (continuous batching); 0 = off
+    sync_tokens: int = 64  # with slots: tokens of a response between two looks of the host
+    repetition_stop: int = (
+        0  # end a response after so many tokens in a row of probability above 0.99 (MiniMax-M1: 3,000); 0 = off
+    )
     temperature: float = 1.0
     top_p: float = 1.0  # must be 1 in training (the ratio would be biased)
     top_k: int = 0  # 0 = off; must be 0 in training

@@ -1,9 +1,9 @@
 """Models: a decoder as an NNX pytree (Llama, Qwen, Mixtral, MiniMax), its presets, and `forward`."""
 
 from cispo_jax import _requires_train  # noqa: F401
+from cispo_jax.models.cache import Cache
 from cispo_jax.models.config import PRESETS, TransformerConfig
 from cispo_jax.models.transformer import (
-    Cache,
     ParameterCounts,
     Transformer,
     count_parameters,

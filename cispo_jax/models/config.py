@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,11 @@ class TransformerConfig:
     def period(self) -> int:
         """Layers until the kinds repeat."""
         return math.lcm(len(self.attention), len(self.mlp))
+
+    @property
+    def runs(self) -> list[list[int]]:
+        """The places of one period, neighbours of equal kinds together."""
+        return [list(run) for _, run in itertools.groupby(range(self.period), self.kinds)]
 
     def kinds(self, layer: int) -> tuple[str, str]:
         """The kinds of attention and of feed-forward of a layer."""

@@ -65,7 +65,7 @@ def local_experts(experts: Experts, tokens_TD: jax.Array, gates_TK: jax.Array, e
 
 def combine(outputs: jax.Array, gates_TK: jax.Array) -> jax.Array:
     """Sum of gate x output over each token's K rows of `outputs` [T x K, D], in float32."""
-    outputs_TKD = outputs.reshape(*gates_TK.shape, -1).astype(jnp.float32)
+    outputs_TKD = outputs.reshape(*gates_TK.shape, outputs.shape[-1]).astype(jnp.float32)
     return jnp.sum(gates_TK[..., None] * outputs_TKD, axis=1).astype(outputs.dtype)
 
 

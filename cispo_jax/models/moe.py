@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from cispo_jax.models.cache import NO_EXPERT
 from cispo_jax.models.config import TransformerConfig
 from cispo_jax.models.dispatch import Experts, expert_outputs
 from cispo_jax.models.layers import Mlp, normal, swiglu
 from cispo_jax.sharding import param
-
-NO_EXPERT = -1  # of pads, and of tokens without a record
 
 
 class Routing(NamedTuple):

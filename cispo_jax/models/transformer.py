@@ -16,27 +16,16 @@ from flax import nnx
 
 from cispo_jax.log_probs import head_logits
 from cispo_jax.models.attention import Attention
+from cispo_jax.models.cache import NO_EXPERT, Cache
 from cispo_jax.models.config import TransformerConfig
 from cispo_jax.models.layers import Mlp, Span, mix, normal, ones, rms_norm, rotary_angles
 from cispo_jax.models.lightning import LightningAttention, slopes
-from cispo_jax.models.moe import NO_EXPERT, MoeMlp, Routing
+from cispo_jax.models.moe import MoeMlp, Routing
 from cispo_jax.routing import RouterSums
 from cispo_jax.sharding import constrain, param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
 MLP: dict[str, Any] = {"dense": Mlp, "moe": MoeMlp}
-
-
-class Cache(NamedTuple):
-    """What attention remembers of the tokens so far, for each place of the period and stacked over its layers.
-
-    Softmax: keys and values, column = slot, `mask` says which slots hold a token (rows advance together). Lightning: its state.
-    Where it was asked for, the experts that each token took in each layer (`NO_EXPERT`: none).
-    """
-
-    memory: tuple[Any, ...]
-    mask_BS: jax.Array
-    expert_ids_BSLK: jax.Array | None = None
 
 
 class States(NamedTuple):
@@ -145,23 +134,39 @@ def hidden_states(
     run_BT = jnp.where(real_BT, jnp.cumsum(start_BT, axis=1), 0)  # ids may come again in a row, runs are counted
     span = Span(rotary_angles(positions_BT, model.config), run_BT, run_BT, start_BT)
 
-    def layer(block: Block, x_BTD, slope_N, expert_ids_BTK):
-        return block(x_BTD, lambda attention, x_BTD: attention(x_BTD, span, slope_N), real_BT, expert_ids_BTK)
+    def layer(x_BTD, inputs):
+        block, slope_N, expert_ids_BTK = inputs
+        attend = lambda attention, x_BTD: attention(x_BTD, span, slope_N)
+        x_BTD, memory, routing = block(x_BTD, attend, real_BT, expert_ids_BTK)
+        return x_BTD, (memory if return_cache else None, routing)
 
     layer = jax.checkpoint(layer) if remat else layer
-
-    def period(x_BTD, inputs):
-        memory, routing = [], []
-        for block, *constants in zip(*inputs, strict=True):
-            x_BTD, of_layer, routed = layer(block, x_BTD, *constants)
-            memory.append(of_layer)
-            routing.append(routed)
-        return x_BTD, (tuple(memory) if return_cache else None, tuple(routing))
-
+    period = lambda x_BTD, inputs: _through_period(layer, x_BTD, inputs, model.config)
     experts = _replayed(expert_ids_BTLK, model.config)
     inputs = (list(model.layers), _by_place(slopes(model.config), model.config), experts)
-    x_BTD, (memory, routing) = jax.lax.scan(period, embed(model, tokens_BT, dtype), inputs)
-    return States(rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), memory, routing)
+    x_BTD, outputs = jax.lax.scan(period, embed(model, tokens_BT, dtype), inputs)
+    memory, routing = zip(*outputs, strict=True)
+    return States(
+        rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), memory if return_cache else None, routing
+    )
+
+
+def _through_period(layer, x, inputs: list, config: TransformerConfig) -> tuple[Any, list]:
+    """`layer(x, inputs of a place)` from place to place; gives the last x and the outputs of each place.
+
+    Neighbours of equal kinds run in a loop, for which their weights are put together here: a program with each of M1's 8 layers written
+    out takes the TPU compiler an hour.
+    """
+    outputs: list = []
+    for run in config.runs:
+        of_places = [[of_kind[place] for of_kind in inputs] for place in run]
+        if len(run) == 1:
+            x, output = layer(x, of_places[0])
+            outputs.append(output)
+        else:
+            x, stacked = jax.lax.scan(layer, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_places))
+            outputs += [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(run))]
+    return x, outputs
 
 
 def embed(model: Transformer, tokens_BT: jax.Array, dtype) -> jax.Array:
@@ -211,30 +216,24 @@ def response_states(
         for part, seen in ((prompt, prompt(segment_BX)), (response, segment_BX))
     )
 
-    def layer(block: Block, x_PSD, x_BTD, slope_N, ids_PSK, ids_BTK):
+    def layer(x, inputs):
+        (x_PSD, x_BTD), (block, slope_N, ids_PSK, ids_BTK) = x, inputs
         attend = lambda attention, x_PSD: attention(x_PSD, span_P, slope_N)
         x_PSD, memory, of_prompts = block(x_PSD, attend, share * prompt(mask_BX), ids_PSK)
         memory = jax.tree.map(lambda x: jnp.repeat(x, share, axis=0), memory)
         attend = lambda attention, x_BTD: attention(x_BTD, span_B, slope_N, memory)
         x_BTD, _, routing = block(x_BTD, attend, response(mask_BX), ids_BTK)
-        return x_PSD, x_BTD, None if routing is None else routing.plus(of_prompts)
+        return (x_PSD, x_BTD), None if routing is None else routing.plus(of_prompts)
 
     layer = jax.checkpoint(layer) if remat else layer
-
-    def period(x, inputs):
-        routing = []
-        for block, *constants in zip(*inputs, strict=True):
-            *x, routed = layer(block, *x, *constants)
-            routing.append(routed)
-        return tuple(x), tuple(routing)
-
+    period = lambda x, inputs: _through_period(layer, x, inputs, model.config)
     parts = (prompt, response)
     ids = (_replayed(None if expert_ids_BXLK is None else part(expert_ids_BXLK), model.config) for part in parts)
     x = tuple(embed(model, part(tokens_BX), dtype) for part in parts)
     inputs = (list(model.layers), _by_place(slopes(model.config), model.config), *ids)
     (x_PSD, x_BTD), routing = jax.lax.scan(period, x, inputs)
     x_BTD = jnp.concatenate([jnp.repeat(x_PSD[:, -1:], share, axis=0), x_BTD], axis=1)
-    return States(rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), None, routing)
+    return States(rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), None, tuple(routing))
 
 
 def segment_starts(segment_ids_BT: jax.Array) -> jax.Array:

@@ -18,9 +18,9 @@ import numpy as np
 from cispo_jax.config import ConfigError
 from cispo_jax.distributed import to_host
 from cispo_jax.log_probs import head_logits
-from cispo_jax.types import FINISH_REASONS, Rollout
-
-STOP, LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
+from cispo_jax.sampling import slots as continuous
+from cispo_jax.sampling.draw import RUNNING, Choice, Rows, Rules, row_keys
+from cispo_jax.types import Rollout
 
 
 def sample_groups(
@@ -41,6 +41,10 @@ def sample_groups(
     pad_id: int = 0,
     dtype=jnp.float32,
     record_experts: bool = False,
+    repetition_stop: int = 0,
+    slots: int = 0,
+    sync_tokens: int = 64,
+    on_sync: Callable[[int, int], None] | None = None,
     shard_rows: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Rollout:
     """G responses of each prompt, with the log-prob of every sampled token.
@@ -59,6 +63,11 @@ def sample_groups(
       prompt_width: columns to pad prompts to (left); default the longest prompt. A fixed one avoids recompilation.
       max_tokens: cache columns that may be used; prompt_width + max_new_tokens above it is refused.
       record_experts: keep the experts that each token took in each layer (`Rollout.expert_ids`); for models that have some.
+      repetition_stop: R; a response ends after R tokens in a row that each had a probability above 0.99 (MiniMax-M1). 0 = off.
+      slots: responses that decode at a time, a multiple of the devices that split rows; one that ends makes room for the next
+        (`sampling.slots`). 0: all P x G, in one program that ends with the longest.
+      sync_tokens: with slots, how many tokens at most between two looks of the host at them.
+      on_sync: with slots, called at each look with the number of responses that are complete and of tokens that are sampled.
       shard_rows: puts a host array of P rows on the device(s).
 
     Returns:
@@ -66,7 +75,7 @@ def sample_groups(
 
     Raises:
       ConfigError: a cache that would overflow, an empty prompt, a prompt longer than prompt_width or with ids that the model has not,
-        prompt_ids of another length, T < 1, G < 1, a temperature, top_p or top_k that cannot be.
+        prompt_ids of another length, T < 1, G < 1, a temperature, top_p, top_k, repetition_stop, slots or sync_tokens that cannot be.
     """
     if not len(prompts) or not all(len(prompt) for prompt in prompts):
         raise ConfigError("prompts must be a non-empty list of non-empty lists of token ids.")
@@ -74,6 +83,11 @@ def sample_groups(
     width = longest if prompt_width is None else prompt_width
     if max_new_tokens < 1 or group_size < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} and group_size={group_size} must be at least 1.")
+    if repetition_stop < 0 or slots < 0 or sync_tokens < 1:
+        raise ConfigError(
+            f"repetition_stop={repetition_stop}, slots={slots}, sync_tokens={sync_tokens}: repetition_stop >= 0, slots >= 0 (0 = off) "
+            "and sync_tokens >= 1 are valid."
+        )
     if not 0 <= temperature < np.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ConfigError(
             f"temperature={temperature}, top_p={top_p}, top_k={top_k}: temperature >= 0 (0 = greedy), 0 < top_p <= 1 and "
@@ -102,24 +116,36 @@ def sample_groups(
         tokens_PS[row, width - len(prompt) :] = prompt
         mask_PS[row, width - len(prompt) :] = True
     ids_P = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
-    sampled = _sample(
-        model,
-        shard_rows(tokens_PS),
-        shard_rows(mask_PS),
-        shard_rows((ids_P % 2**32).astype(np.uint32)),
-        np.asarray(sorted(set(eos_ids)), np.int32),
-        np.uint32(seed % 2**32),
-        np.uint32(step),
-        np.float32(temperature or 1.0),
-        group_size=group_size,
+    rules = Rules.of(
+        temperature=temperature,
+        eos_ids=eos_ids,
         max_new_tokens=max_new_tokens,
-        greedy=temperature == 0,
-        top_p=top_p,
-        top_k=top_k,
-        dtype=jnp.dtype(dtype).name,
-        record=record_experts,
+        repetition_stop=repetition_stop,
+        seed=seed,
+        step=step,
     )
-    response_tokens, response_mask, log_probs, expert_ids, stopped = jax.tree.map(to_host, sampled)
+    common = {
+        "group_size": group_size,
+        "max_new_tokens": max_new_tokens,
+        "dtype": jnp.dtype(dtype).name,
+        "record": record_experts,
+    }
+    common["choice"] = Choice(temperature == 0, top_p, top_k)
+    prompts_P = (tokens_PS, mask_PS, (ids_P % 2**32).astype(np.uint32))
+    if slots:
+        sampled = continuous.sample(
+            model,
+            *prompts_P,
+            rules,
+            slots=slots,
+            sync_tokens=sync_tokens,
+            on_sync=on_sync,
+            shard_rows=shard_rows,
+            **common,
+        )
+    else:
+        sampled = jax.tree.map(to_host, _sample(model, *map(shard_rows, prompts_P), rules, **common))
+    response_tokens, response_mask, log_probs, reasons, expert_ids = sampled
     if expert_ids is not None:
         # Neither pads were fed nor the last token of a response; the rows that had stopped were fed something.
         fed = np.pad(response_mask[:, 1:], ((0, 0), (0, 1)))
@@ -132,35 +158,16 @@ def sample_groups(
         response_mask=response_mask,
         loss_mask=response_mask.copy(),
         log_probs=log_probs,
-        finish_reason=np.where(stopped, STOP, LENGTH).astype(np.int8),
+        finish_reason=reasons,
         expert_ids=expert_ids,
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("group_size", "max_new_tokens", "greedy", "top_p", "top_k", "dtype", "record")
-)
-def _sample(
-    model,
-    tokens_PS,
-    mask_PS,
-    ids_P,
-    eos_ids,
-    seed,
-    step,
-    temperature,
-    *,
-    group_size,
-    max_new_tokens,
-    greedy,
-    top_p,
-    top_k,
-    dtype,
-    record=False,
-):
+@functools.partial(jax.jit, static_argnames=("group_size", "max_new_tokens", "choice", "dtype", "record"))
+def _sample(model, tokens_PS, mask_PS, ids_P, rules, *, group_size, max_new_tokens, choice, dtype, record=False):
     """Prefill of P prompts, then one loop over the P x G rows.
 
-    Returns tokens, mask and log-probs [B, T], the experts of every token [B, S+T, L, K] or None, and whether a row stopped [B].
+    Returns tokens, mask and log-probs [B, T], the finish reasons [B], and the experts of every token [B, S+T, L, K] or None.
     """
     (P, S), T = tokens_PS.shape, max_new_tokens
     B = P * group_size
@@ -169,79 +176,24 @@ def _sample(
     with jax.named_scope("prefill"):
         options = {"record": True} if record else {}
         hidden_BD, cache = model.prefill(tokens_PS, mask_PS, copies=group_size, room=T, dtype=dtype, **options)
-        logits_BV = head_logits(hidden_BD, head)
-    lengths_B = jnp.repeat(mask_PS.sum(axis=1), group_size)
-    keys_B = row_keys(seed, step, jnp.repeat(ids_P, group_size), jnp.tile(jnp.arange(group_size), P))
+    repeat = lambda x_P: jnp.repeat(x_P, group_size)
+    keys_B = row_keys(rules.seed, rules.step, repeat(ids_P), jnp.tile(jnp.arange(group_size), P))
 
-    def draw(t, logits_BV, done_B, response):
+    def draw(t, rows, hidden_BD, response):
         """Draws token t of every row and writes it, its mask and its log-prob into the response arrays."""
-        logits_BV = logits_BV / temperature
-        token_B = _choose(logits_BV, keys_B, t, greedy=greedy, top_p=top_p, top_k=top_k)
-        log_prob_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(
-            logits_BV, axis=-1
-        )
-        new = (token_B, ~done_B, log_prob_B)
-        write = lambda x_BT, x_B: jax.lax.dynamic_update_slice(
-            x_BT, jnp.where(done_B, 0, x_B).astype(x_BT.dtype)[:, None], (0, t)
-        )
-        return token_B, done_B | jnp.isin(token_B, eos_ids), tuple(map(write, response, new))
+        rows, drawn = rows.extend(head_logits(hidden_BD, head), keys_B, rules, choice)
+        write = lambda x_BT, x_B: jax.lax.dynamic_update_slice(x_BT, x_B[:, None], (0, t))
+        return rows, tuple(map(write, response, drawn))
 
     def one_token(carry):
-        t, token_B, done_B, response, cache = carry
-        hidden_BD, cache = model.decode_step(token_B, lengths_B + t - 1, cache, S + t - 1, dtype=dtype)
-        token_B, done_B, response = draw(t, head_logits(hidden_BD, head), done_B, response)
-        return t + 1, token_B, done_B, response, cache
+        t, rows, response, cache = carry
+        hidden_BD, cache = model.decode_step(rows.token_B, rows.position_B, cache, S + t - 1, dtype=dtype)
+        return t + 1, *draw(t, rows, hidden_BD, response), cache
 
     response = tuple(jnp.zeros((B, T), x) for x in (jnp.int32, bool, jnp.float32))
-    token_B, done_B, response = draw(0, logits_BV, jnp.zeros(B, bool), response)
+    rows, response = draw(0, Rows.start(repeat(tokens_PS[:, -1]), repeat(mask_PS.sum(axis=1)) - 1), hidden_BD, response)
     with jax.named_scope("decode"):
-        carry = (jnp.int32(1), token_B, done_B, response, cache)
-        carry = jax.lax.while_loop(lambda c: (c[0] < T) & ~jnp.all(c[2]), one_token, carry)
-    return *carry[3], carry[4].expert_ids_BSLK if record else None, carry[2]
-
-
-def row_keys(seed: jax.Array, step: jax.Array, prompt_ids_B: jax.Array, samples_B: jax.Array) -> jax.Array:
-    """One key a row from (seed, step, prompt id, sample): this is where a sample's randomness comes from."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
-        prompt_ids_B, samples_B
-    )
-
-
-def _choose(logits_BV, keys_B, t, *, greedy: bool, top_p: float, top_k: int) -> jax.Array:
-    """One token a row: the likeliest, or drawn from softmax(logits) by the key folded with the position t."""
-    if greedy:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    if top_k:
-        kth_B = jax.lax.top_k(logits_BV, min(top_k, logits_BV.shape[-1]))[0][:, -1:]
-        logits_BV = jnp.where(logits_BV >= kth_B, logits_BV, -jnp.inf)
-    if top_p < 1:
-        sorted_BV = jnp.sort(logits_BV, axis=-1)[:, ::-1]
-        probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        kept_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV < top_p
-        least_B = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-        logits_BV = jnp.where(logits_BV >= least_B, logits_BV, -jnp.inf)
-    return jax.vmap(lambda key, logits_V: _draw(jax.random.fold_in(key, t), logits_V))(keys_B, logits_BV)
-
-
-def _draw(key: jax.Array, logits_V: jax.Array) -> jax.Array:
-    """Inverse-CDF draw in two levels: a block of about sqrt(V) tokens, then a token in it, each by its own uniform.
-
-    Two random numbers a token where Gumbel noise takes V: at V = 49,152 the noise cost twice the head's matrix product on CPU.
-    Cumulative sums stay within about sqrt(V) terms, so float32 rounds probabilities at 1e-7 relative to a block, not to the whole.
-    """
-    V = len(logits_V)
-    width = max(1, int(np.sqrt(V)))
-    blocks = -(-V // width)
-    padded_V = jnp.pad(logits_V, (0, blocks * width - V), constant_values=-jnp.inf)
-    mass = jnp.exp(padded_V - jnp.max(logits_V)).reshape(blocks, width)
-    block_key, token_key = jax.random.split(key)
-    block = _pick(block_key, jnp.sum(mass, axis=1))
-    return block * width + _pick(token_key, mass[block])
-
-
-def _pick(key: jax.Array, mass: jax.Array) -> jax.Array:
-    """An index drawn in proportion to non-negative masses; one of zero mass never comes out."""
-    total = jnp.cumsum(mass)
-    index = jnp.sum(total <= jax.random.uniform(key) * total[-1])
-    return jnp.minimum(index, jnp.max(jnp.where(mass > 0, jnp.arange(len(mass)), 0))).astype(jnp.int32)
+        carry = (jnp.int32(1), rows, response, cache)
+        carry = jax.lax.while_loop(lambda c: (c[0] < T) & jnp.any(c[1].reason_B == RUNNING), one_token, carry)
+    _, rows, response, cache = carry
+    return *response, rows.reason_B, cache.expert_ids_BSLK if record else None

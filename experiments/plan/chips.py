@@ -66,6 +66,7 @@ def prepare_environment() -> None:
     """What jax must find in the environment before it starts: no accelerator is looked for."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks a metadata server that is not there
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at a time; no device is claimed
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from cispo_jax import models, sharding
 from cispo_jax.config import Config
 from cispo_jax.programs import Programs, make_programs
 from cispo_jax.sampling import decode
+from cispo_jax.sampling.draw import Choice, Rules
 from cispo_jax.types import Batch
 from experiments.plan.hlo import Program
 
@@ -125,15 +127,10 @@ class Lowered:
             prompts(jnp.int32, sizes.prompt),
             prompts(jnp.bool, sizes.prompt),
             prompts(jnp.uint32),
-            np.zeros(1, np.int32),
-            np.uint32(0),
-            np.uint32(0),
-            np.float32(1),
+            Rules.of(eos_ids=(0,), max_new_tokens=response),
             group_size=sizes.decode_rows // sizes.prompts,
             max_new_tokens=response,
-            greedy=False,
-            top_p=1.0,
-            top_k=0,
+            choice=Choice(),
             dtype=self.config.model.dtype,
             record=self.config.objective.routing_replay,
         )
@@ -149,10 +146,20 @@ def bytes_of_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
 
-def compile_program(lower: Callable[[], Any], mesh: jax.sharding.Mesh) -> Compiled | None:
-    """Lowers and compiles one program; a refusal for want of memory is an answer, other errors are raised."""
+def compile_programs(
+    lower: dict[str, Callable[[], Any]], mesh_of: Callable[[str], jax.sharding.Mesh], say: Callable[[str], None]
+) -> dict[str, Compiled | None]:
+    """Two programs at a time: a TPU's compiler keeps a core busy with one."""
+    lowered = {name: function() for name, function in lower.items()}
+    with ThreadPoolExecutor(2) as pool:
+        say(f"compiling {', '.join(lowered)} ...")
+        pending = {name: pool.submit(compile_program, program, mesh_of(name)) for name, program in lowered.items()}
+        return {name: future.result() for name, future in pending.items()}
+
+
+def compile_program(lowered: Any, mesh: jax.sharding.Mesh) -> Compiled | None:
+    """Compiles one program; a refusal for want of memory is an answer, other errors are raised."""
     started = time.monotonic()
-    lowered = lower()
     if lowered is None:
         return None
     try:

@@ -51,6 +51,8 @@ class Computation:
     collectives: list[Collective] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    constants: dict[str, int] = field(default_factory=dict)
+    limit: int | None = None  # of a loop's condition: counter < limit
 
 
 class Program:
@@ -82,9 +84,16 @@ class Program:
         if opcode == "while":
             trips = re.search(r'known_trip_count"?:\s*\{"?n"?:"?(\d+)', rest)
             body = re.search(r"body=%?([\w.\-]+)", rest)
+            condition = re.search(r"condition=%?([\w.\-]+)", rest)
             source = re.search(r'op_name="([^"]*)"', rest)
-            assert body is not None, rest
-            current.loops.append(Loop(body[1], int(trips[1]) if trips else None, source[1] if source else name))
+            assert body is not None and condition is not None, rest
+            # The TPU compiler does not write the number down; our loops count from 0 in steps of 1.
+            limit = int(trips[1]) if trips else self.computations[condition[1]].limit
+            current.loops.append(Loop(body[1], limit, source[1] if source else name))
+        elif opcode == "constant" and re.match(r"\d+\)", rest):
+            current.constants[name] = int(rest.split(")")[0])
+        elif opcode == "compare" and "direction=LT" in rest:
+            current.limit = current.constants.get(rest.split(")")[0].split("%")[-1])
         elif kind in COLLECTIVES:
             current.collectives.append(self._collective(kind, opcode, name, result, rest))
         elif opcode.startswith("fusion") and any("all-reduce-scatter" in part for part in called):
@@ -122,12 +131,17 @@ class Program:
         """Device numbers of each group; of a permutation, its pairs."""
         named = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
         if named:
-            sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
-            along = re.findall(r"'([^']*)'", named[2])
-            order = [i for i, name in enumerate(sizes) if name not in along]
-            order += [i for i, name in enumerate(sizes) if name in along]
-            ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values())).transpose(order)
-            return ids.reshape(-1, math.prod(sizes[name] for name in along)).tolist()
+            of_axis = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+            names, sizes = list(of_axis), list(of_axis.values())
+            places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes))
+            # Axes, or parts of one: 'a':(2)4 is the middle of an axis of 2 x 4 x what is left. Members differ in these alone.
+            for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", named[2]):
+                axis = names.index(name)
+                length = int(part or sizes[axis])
+                below = sizes[axis] // (int(before or 1) * length)
+                places[axis] -= places[axis] // below % length * below
+            group = np.ravel_multi_index(tuple(places), sizes)
+            return np.argsort(group, kind="stable").reshape(len(np.unique(group)), -1).tolist()
         iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
         if iota:
             of = lambda text: [int(n) for n in text.split(",")]
@@ -181,13 +195,14 @@ class Program:
     def moved_weights(self, smallest: int, rows: int) -> list[Collective]:
         """Collectives of the token loop as large as a weight: at least `smallest` elements, and no activation of `rows` rows or a part.
 
-        An activation's first dimension counts rows, all of them or those of a device.
+        An activation's first dimension counts rows, all of them or those of a device; a `ragged-all-to-all` moves the rows of experts.
         """
         if self.token_loop is None:
             return []
         found = []
         for collective, _ in self.walk(self.token_loop):
             leading = next((n for n in collective.shape if n != 1), 1)
-            if math.prod(collective.shape) >= smallest and (rows % leading or leading == 1):
+            activation = collective.kind == "ragged-all-to-all" or (leading > 1 and rows % leading == 0)
+            if math.prod(collective.shape) >= smallest and not activation:
                 found.append(collective)
         return found

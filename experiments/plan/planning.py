@@ -10,7 +10,7 @@ from cispo_jax import models, sharding, weights
 from cispo_jax.config import Config, ConfigError, suggest
 from experiments.plan import estimate, flops
 from experiments.plan.chips import GIB, Topology
-from experiments.plan.compiling import Compiled, Lowered, Sizes, bytes_of_device, compile_program
+from experiments.plan.compiling import Compiled, Lowered, Sizes, bytes_of_device, compile_programs
 from experiments.plan.estimate import Split
 
 PROGRAMS = ("train_step", "reshard", "prefill", "decode")
@@ -75,13 +75,14 @@ def plan(
         "prefill": state,
         "decode": state,
     }
+    figures: dict[str, Compiled | None]
+    if result["estimate"]:
+        figures = {name: _estimated(name, config, architecture, lowered, split, sampling_split) for name in programs}
+    else:
+        mesh_of = lambda name: mesh if name in ("train_step", "reshard") else sampling_mesh
+        figures = compile_programs({name: getattr(lowered, name) for name in programs}, mesh_of, say)
     for name in programs:
-        if result["estimate"]:
-            compiled: Compiled | None = _estimated(name, config, architecture, lowered, split, sampling_split)
-        else:
-            say(f"compiling {name} ...")
-            program_mesh = mesh if name in ("train_step", "reshard") else sampling_mesh
-            compiled = compile_program(getattr(lowered, name), program_mesh)
+        compiled = figures[name]
         if compiled is None:
             continue
         entry = _entry(compiled, resident[name], topology)

@@ -1,11 +1,19 @@
 """The plan against the TPU compiler, without a TPU: `make test-plan`, whose environment has libtpu."""
 
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 
 import commands
+import debug_run
 import pytest
+
+from cispo_jax import sharding
+from cispo_jax.config import ConfigError
+from cispo_jax.models import PRESETS
+from experiments.plan import chips, compiling, planning
 
 pytestmark = [pytest.mark.tpu, pytest.mark.timeout(1200)]
 
@@ -75,3 +83,41 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
 def test_a_shape_that_is_no_slice_is_refused(tmp_path):
     code, text, _ = plan(tmp_path, "--topology=v5p:3x5x7")
     assert code == 2 and "--topology=v5p:3x5x7" in text and "Traceback" not in text
+
+
+def lowered(preset="tiny-moe", **changes):
+    """Programs of the debug page for eight chips, in this process."""
+    chips.prepare_environment()
+    changes = {"mesh__fsdp": -1, "objective__num_minibatches": 1, "model__dtype": "bfloat16"} | changes
+    config = debug_run.config(**changes)
+    mesh = sharding.make_mesh(config.mesh, chips.find("v5p:2x2x2").devices)
+    return compiling.Lowered(config, PRESETS[preset], mesh)
+
+
+def test_devices_send_experts_the_tokens_of_their_rows_alone():
+    of = lowered(mesh__expert=4, sampling__max_new_tokens=512)
+    program = compiling.compile_program(of.train_step(), of.programs.mesh).program
+    along = [c for c, _ in program.walk() if "expert" in c.axes.split("+")]
+    assert "ragged-all-to-all" in {c.kind for c in along}
+    tokens = (
+        4 * of.sizes.rows // 8 * of.sizes.response * PRESETS["tiny-moe"].embed_dim
+    )  # of the four devices that share experts
+    assert tokens > 4 * max(math.prod(c.shape) for c in along if c.kind == "all-gather")
+
+
+def test_decoding_a_mixture_moves_no_weights(tmp_path):
+    mesh = ["--config.mesh.expert=4", "--config.mesh.sampling.tensor=2"]
+    options = ["--topology=v5p:2x2x2", "--programs=decode", "--config.model.preset=tiny-moe"]
+    code, text, found = plan(tmp_path, *options, *mesh)
+    assert code == 0, text
+    assert found["decode"]["collectives"]["ragged-all-to-all expert"] > 0
+
+
+def test_a_decode_loop_that_gathers_weights_is_refused():
+    """The layout of training: every token gathers the layers."""
+    of = lowered(mesh__expert=4)
+    of.programs = dataclasses.replace(of.programs, sampling_mesh=of.programs.mesh)
+    of.sampler = lambda: of.state.model
+    found = compiling.compile_program(of.decode(), of.programs.mesh)
+    with pytest.raises(ConfigError, match=r"moves weights .* config\.mesh\.sampling\.tensor"):
+        planning._refuse_moved_weights(found, of.state.model.config, of.sizes, of.config)

@@ -1,0 +1,44 @@
+"""MiniMax-M1, 456B parameters of which a token meets 46B, with its own settings at 40K tokens, for 512 chips of TPU v5p.
+
+    python -m experiments.train --config=configs/minimax_m1.py --workdir=runs/minimax_m1 --config.data.source=problems.jsonl
+    .venv-plan/bin/python -m experiments.plan --config=configs/minimax_m1.py --topology=v5p:8x8x8
+
+From the paper (arXiv:2506.13585): AdamW 0.9, 0.95, 1e-15, float32 head, no lower bound, no KL, 16 updates a batch, every token used once,
+dynamic sampling and DAPO's penalty of long responses, responses up to 40K (its first stage; 512 H800). It gives no upper bound, rate,
+batch or group: the bound is ScaleRL's 1 + 4, the others are DAPO's. Not run here (512 chips).
+
+The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1), GiB of the 95 of a chip: train step 82.9, with 512 rows of 40,960
+tokens at a time (18 minutes of one core to compile); reshard 27.9, prefill 27.9. An update computes for at least 36 s; the links are busy
+for 17 s at most, were every exchange of tokens as full as its buffer. Decode (16 responses a chip) is not compiled yet; by the arithmetic
+of gpu:512 it needs 50.2. The paper's 80K does not fit: a row's saved activations, 36 GiB here, would double, by which at least 23 GiB are
+missing, and no axis of the mesh splits a row.
+"""
+
+from cispo_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.num_steps = 100
+    config.model.preset = "minimax-m1"
+    config.model.weights = "hf:MiniMaxAI/MiniMax-M1-40k"
+    config.model.dtype = "bfloat16"
+    config.data.source = "problems.jsonl"
+    config.data.max_prompt_tokens = 2_048
+    config.data.long_prompts = "filter"
+    config.rewards.overlong_buffer = 4_096
+    config.sampling.prompts_per_step = 512
+    config.sampling.group_size = 16
+    config.sampling.max_new_tokens = 38_912  # 40,960 with the prompt
+    config.sampling.max_refills = 2
+    config.objective.epsilon_high = 4.0
+    config.objective.num_minibatches = 16  # of 512 rows
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.warmup = 20
+    config.mesh.expert = 32  # x fsdp 16
+    config.mesh.sampling.tensor = 8
+    config.evaluation.every = 4
+    config.evaluation.samples = 32
+    config.evaluation.top_p = 0.95
+    config.checkpoint.every = 4
+    return config
