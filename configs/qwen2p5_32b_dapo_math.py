@@ -9,8 +9,8 @@ problems of DAPO-Math-17k, one a line with `prompt` and `answer`. As in DAPO: 51
 taken from ScaleRL: CISPO's cap is 1 + 4. Not run here (128 chips).
 
 The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1; 5.5 minutes on 2 cores of an AMD EPYC), GiB of the 95 of a chip: train
-step 46.1, reshard 26.3, prefill 25.5, decode 65.5 with 1,024 responses at a time; 1,664 would fit. An update computes for at least 62 s; its
-links are busy for 1.7 s (1,038 GB leave a chip).
+step 46.1, reshard 26.3, prefill 25.5, decode 65.5 with 1,024 responses at a time; 1,664 would fit. An update computes for at least 62 s;
+its links are busy for 1.7 s (1,038 GB leave a chip).
 """
 
 from cispo_jax.config import default_config
