@@ -210,8 +210,9 @@ class _Run:
 
     def _compile_every_size(self) -> None:
         """Runs every program once for nothing, so that none is compiled in the middle of a later rollout."""
-        shapes = tuple(x.shape for x in jax.tree.leaves((self.model, self.prefilled, self.rules)))
-        key = (shapes, len(self.owner), tuple(self.widths), tuple(sorted(self.static.items())), _devices())
+        arrays = tuple((x.shape, x.dtype) for x in jax.tree.leaves((self.model, self.prefilled, self.rules)))
+        sizes = (len(self.owner), tuple(self.widths), self.sync_tokens)
+        key = (arrays, sizes, tuple(sorted(self.static.items())), jax.sharding.get_abstract_mesh())
         if key in _COMPILED:
             return
         _COMPILED.add(key)

@@ -114,9 +114,8 @@ def _tpu_devices(name: str, slices: int) -> list[Any]:
     from jax.experimental import topologies
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update(
-        "jax_enable_compilation_cache", False
-    )  # programs for devices that are not there can be kept, but not read back
+    # Programs for devices that are not there can be kept, but not read back.
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
         more = {"num_slices": slices} if slices > 1 else {}
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices)
