@@ -36,6 +36,7 @@ class Run(Programs):
     def warm_start(self, model: Any, report: Callable[[int, float], None]) -> Any:
         """Supervised updates on the problems' demonstrations; `report(update, loss)` after each. The model is donated."""
         settings = self.config.sft
+        layout = self.layout_of(prompts=settings.batch_size, group_size=1)
         updates = warm_start(
             model,
             _demonstrations(self),
@@ -43,8 +44,8 @@ class Run(Programs):
             log_probs_fn=self.log_probs_fn,
             prompt_width=self.prompt_width,
             response_width=self.config.sampling.max_new_tokens,
+            place=lambda batch: self.pack(batch, layout)[0],
             shardings=self.shardings,
-            shard_rows=self.shard_rows,
         )
         with jax.set_mesh(self.mesh):
             for update, model, loss in updates:

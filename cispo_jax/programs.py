@@ -20,10 +20,13 @@ from jax.sharding import Mesh
 from cispo_jax import models, objectives, rewards, sharding
 from cispo_jax.config import Config, ConfigError, ObjectiveSettings, suggest
 from cispo_jax.log_probs import fused_token_log_probs
+from cispo_jax.objectives import aggregation_weights
+from cispo_jax.routing import RouterSums
 from cispo_jax.sampling import sample_groups
 from cispo_jax.training.optimizer import make_optimizer
+from cispo_jax.training.packing import Layout, Places, pack
 from cispo_jax.training.train_step import init_state, make_score_step, make_train_step
-from cispo_jax.types import Rollout, TrainState
+from cispo_jax.types import Batch, Packed, Rollout, TrainState
 
 OBJECTIVES: dict[str, Callable] = {
     name: getattr(objectives, f"{name}_loss")
@@ -44,6 +47,10 @@ class Programs:
     shardings: TrainState
     new_model: Callable[[], Any]  # random weights on their shards
     log_probs_fn: Callable
+    coefficients: Callable[..., np.ndarray]  # (loss mask [B, T], group ids [B]) of a mini-batch -> of each token in its loss
+    layout: Layout  # of a mini-batch
+    layout_of: Callable[..., Layout]  # of so many `prompts` and a `group_size`
+    pack: Callable[..., tuple[Packed, Places]]  # (mini-batch on the host[, layout]) -> on the devices, and where each response went
     train_step: Callable
     score_step: Callable
     to_sampling: Callable[[Any], Any]
@@ -81,7 +88,6 @@ def make_programs(
     _check_experts(config, architecture)
     loss_fn, aggregation, cap = objective or resolve_objective(config.objective, None, [])
     devices = sharding.batch_devices(mesh)
-    _check_rows(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
     if config.sampling.slots % sharding.batch_devices(sampling_mesh):
         raise ConfigError(
@@ -92,6 +98,9 @@ def make_programs(
     sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling", sharding.SAMPLING_RULES)
     optimizer = make_optimizer(config.optimizer)
     dtype = jnp.dtype(config.model.dtype)
+    if config.model.remat not in models.REMAT:
+        valid = ", ".join(models.REMAT)
+        raise ConfigError(f"config.model.remat={config.model.remat!r}: valid values are {valid}.")
     key = jax.random.key(config.seed)
     abstract = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=key), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
@@ -120,38 +129,44 @@ def make_programs(
         options["group_size"] = group_size
         return Rollout.concatenate([sample(model, prompts[i], prompt_ids=ids[i], **options) for i in batches])
 
-    def log_probs_fn(model, tokens_BX, padding_mask_BX, *, response_width, share, expert_ids=None):
-        """Log-probs and entropy of the response tokens: the same layers, head and temperature as the sampler's."""
-        # Each device runs the prompts of its own rows, so that prompts split over the devices as rows do.
-        share = math.gcd(share, max(1, len(tokens_BX) // devices))
-        # A micro-batch comes from the rows of some devices only: without this they alone would look its tokens up.
-        tokens_BX, padding_mask_BX = map(sharding.split_rows, (tokens_BX, padding_mask_BX))
-        options = {"response_width": response_width, "share": share, "dtype": dtype, "remat": config.model.remat}
-        states = models.response_states(model, tokens_BX, padding_mask_BX, expert_ids_BXLK=expert_ids, **options)
-        tokens_BT = tokens_BX[:, -response_width:]
-        outputs = fused_token_log_probs(
-            states.hidden_BTD,
-            sharding.whole(models.head_matrix(model), None, "tensor"),
-            tokens_BT,
-            temperature=config.sampling.temperature,
-            chunk_size=CHUNK_TOKENS * devices,
-        )
-        return *outputs, models.router_sums(states.routing)
+    S, T = prompt_width, config.sampling.max_new_tokens
+    prompts = config.sampling.prompts_per_step // config.objective.num_minibatches
+    sizes = dict(prompt=S, response=T, devices=devices, pass_tokens=config.objective.micro_batch_tokens)
+    by_rows = isinstance(loss_fn, ByRows)
+    if by_rows and loss_fn.whole:
+        sizes["pass_tokens"] = prompts * config.sampling.group_size * (S + T)
+    packed = config.objective.packing and not by_rows
+    layout_of = functools.partial(Layout.of, **sizes, packed=packed)
+    layout = layout_of(prompts=prompts, group_size=config.sampling.group_size)
 
-    rows = config.sampling.prompts_per_step * config.sampling.group_size // config.objective.num_minibatches
-    micro = {"group_size": config.sampling.group_size, "micro_batch_rows": config.objective.micro_batch_rows}
+    log_probs_fn = functools.partial(
+        response_log_probs,
+        packed=packed,
+        temperature=config.sampling.temperature,
+        dtype=dtype,
+        remat=config.model.remat,
+        chunk_size=CHUNK_TOKENS * devices,
+    )
+
+    @jax.jit
+    def coefficients(loss_mask, group_ids):
+        B, T = loss_mask.shape
+        normalizer = float(B * T) if aggregation == "constant" else None
+        return aggregation_weights(loss_mask, aggregation=aggregation, group_ids=group_ids, normalizer=normalizer)
+
+    def pack_on_devices(batch: Batch, layout: Layout = layout) -> tuple[Packed, Places]:
+        packed, places = pack(batch, layout)
+        return sharding.shard_passes(mesh, packed), places
+
     train_step = make_train_step(
         log_probs_fn,
         loss_fn,
         optimizer,
-        aggregation=aggregation,
-        normalizer=float(rows * config.sampling.max_new_tokens) if aggregation == "constant" else None,
         importance_cap=config.objective.truncated_importance_cap,
         epsilon_high=cap,
         load_balance=config.objective.load_balance,
         router_z=config.objective.router_z,
         shardings=shardings,
-        **micro,
     )
     return Programs(
         mesh=mesh,
@@ -161,12 +176,51 @@ def make_programs(
         shardings=shardings,
         new_model=jax.jit(lambda: models.Transformer(architecture, key=key), out_shardings=shardings.model),
         log_probs_fn=log_probs_fn,
+        coefficients=lambda *arrays: np.asarray(coefficients(*arrays)),
+        layout=layout,
+        layout_of=layout_of,
+        pack=pack_on_devices,
         train_step=sharding.OnMesh(mesh, train_step),
-        score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn, **micro)),
+        score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn)),
         to_sampling=sampling_layout(abstract.model, sampling_mesh, dtype),
         sample=sharding.OnMesh(sampling_mesh, sample_in_batches if config.sampling.batch_rows else sample),
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )
+
+
+def response_log_probs(
+    model: Any,
+    rows: Packed,
+    *,
+    packed: bool = True,
+    temperature: float = 1.0,
+    dtype: jnp.dtype = jnp.float32,
+    remat: str = "off",
+    chunk_size: int = CHUNK_TOKENS,
+) -> tuple[jax.Array, jax.Array, RouterSums | None]:
+    """A `LogProbsFn`: the same layers, head and temperature as the sampler's. `packed=False`: each row is one response."""
+    # A pass comes from the rows of some devices only: without this they alone would look its tokens up.
+    tokens, segments = map(sharding.split_rows, (rows.tokens, rows.segment_ids))
+    states = models.hidden_states(
+        model,
+        tokens,
+        segments > 0,
+        segment_ids_BT=segments if packed else None,
+        prefix_ids_BT=rows.prefix_ids if packed else None,
+        positions_BT=rows.positions,
+        weight_BT=rows.weights,
+        expert_ids_BTLK=rows.expert_ids,
+        dtype=dtype,
+        remat=remat,
+    )
+    log_probs, entropy = fused_token_log_probs(
+        jax.vmap(lambda hidden_XD, source_Y: hidden_XD[source_Y])(states.hidden_BTD, rows.source),
+        sharding.whole(models.head_matrix(model), None, "tensor"),
+        rows.targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+    )
+    return log_probs, entropy, models.router_sums(states.routing)
 
 
 def sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Any], Any]:
@@ -195,17 +249,17 @@ def _check_experts(config: Config, architecture: models.TransformerConfig) -> No
             )
 
 
-def _check_rows(config: Config, devices: int) -> None:
-    rows = config.objective.micro_batch_rows or (
-        config.sampling.prompts_per_step // config.objective.num_minibatches * config.sampling.group_size
-    )
-    if rows % devices:
-        raise ConfigError(
-            f"the {rows} rows of one pass (config.sampling.prompts_per_step={config.sampling.prompts_per_step} / "
-            f"config.objective.num_minibatches={config.objective.num_minibatches} x config.sampling.group_size="
-            f"{config.sampling.group_size}, or config.objective.micro_batch_rows) do not split over the {devices} devices of "
-            f"config.mesh data x fsdp x expert: valid are multiples of {devices}."
-        )
+class ByRows:
+    """An objective of one's own that takes no `segment_ids`, so that a row must be one response; advantages are [B] as ever.
+
+    `whole`: it reduces as it likes, so that a mini-batch must be one pass.
+    """
+
+    def __init__(self, function: Callable, whole: bool = False):
+        self.function, self.whole = function, whole
+
+    def __call__(self, log_probs, old_log_probs, advantages, loss_mask, *, segment_ids=None, **options):
+        return self.function(log_probs, old_log_probs, advantages[:, 0], loss_mask, **options)
 
 
 def resolve_objective(
@@ -253,18 +307,23 @@ def resolve_objective(
     )
     bind = (lambda *arrays, **options: loss_fn(*arrays, **bound, **options)) if bound else loss_fn
     if function is not None:
-        _check_objective(name, bind, settings, notes)
+        if "segment_ids" not in parameters and not any_keyword:
+            bind = ByRows(bind)
+            notes.append(f"the objective {name} takes no segment_ids: responses are not packed, each has a row of its own")
+        if not _check_objective(name, bind, settings, notes):
+            bind = ByRows(getattr(bind, "function", bind), whole=True)
     return bind, aggregation, cap
 
 
-def _check_objective(name: str, loss_fn: Callable, settings: ObjectiveSettings, notes: list[str]) -> None:
+def _check_objective(name: str, loss_fn: Callable, settings: ObjectiveSettings, notes: list[str]) -> bool:
     """A trial of a user's objective on tiny arrays: it must return (loss, metrics), be differentiable under `jit`, and should be
-    sum(coefficient x term)."""
+    sum(coefficient x term), which is returned."""
     log_probs = -jnp.linspace(0.5, 2.0, 6).reshape(2, 3)  # not square: a missing axis must not pass
-    arrays = (log_probs, log_probs - 0.1, jnp.array([1.0, -1.0]), jnp.ones((2, 3), bool))
+    advantages = jnp.array([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]])
+    arrays = (log_probs, log_probs - 0.1, advantages, jnp.ones((2, 3), bool))
 
     def loss_of(*arrays):
-        loss, metrics = loss_fn(*arrays[:-1], aggregation=arrays[-1])
+        loss, metrics = loss_fn(*arrays[:-1], aggregation=arrays[-1], segment_ids=jnp.ones((2, 3), jnp.int32))
         return loss, dict(metrics)
 
     try:
@@ -285,11 +344,13 @@ def _check_objective(name: str, loss_fn: Callable, settings: ObjectiveSettings, 
             f"the objective {name} does not use the array of coefficients handed to it as `aggregation` (its loss is not "
             "sum(coefficient x term)), so it reduces as it likes"
         )
-        if settings.micro_batch_rows:
+        if settings.micro_batch_tokens:
             raise ConfigError(
-                f"config.objective.micro_batch_rows={settings.micro_batch_rows}: {message}; micro-batches would not add up."
+                f"config.objective.micro_batch_tokens={settings.micro_batch_tokens}: {message}; micro-batches would not add up."
             )
         notes.append(f"warning: {message}; config.objective.aggregation has no effect.")
+        return False
+    return True
 
 
 def _accepted(function: Callable, options: dict[str, Any]) -> dict[str, Any]:

@@ -175,6 +175,12 @@ def shard_rows(mesh: Mesh, rows: Any) -> Any:
     return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), rows)
 
 
+def shard_passes(mesh: Mesh, arrays: Any) -> Any:
+    """Host arrays [M, R, ...] with the R rows of each pass split over the batch axes of the mesh; scalars are whole on every device."""
+    layout = lambda x: replicated(mesh) if np.ndim(x) < 2 else NamedSharding(mesh, P(None, BATCH))
+    return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), arrays)
+
+
 def constrain(x: jax.Array, *spec: Any) -> jax.Array:
     """`x` laid out as `spec` says on the mesh that the program is traced under, if there is one."""
     mesh = jax.sharding.get_abstract_mesh()

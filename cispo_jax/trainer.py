@@ -160,26 +160,28 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
 
     with report.timed("train"):
         # ---- 6. old log-probs
-        tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens], axis=1)
-        padding_mask = np.concatenate([rollout.prompt_mask, rollout.response_mask], axis=1)
-        trainer_log_probs = rollout.log_probs.copy()
-        for rows in minibatches(config, step, num_epochs=1):
-            if loss_mask[rows].any():
-                parts = run.shard_rows((tokens[rows], padding_mask[rows], rollout.take(rows).expert_ids))
-                log_probs = run.score_step(state.train.model, *parts[:2], loss_mask.shape[1], parts[2])
-                trainer_log_probs[rows] = distributed.to_host(log_probs)
-        report.values(diagnostics.rollout_mismatch(trainer_log_probs, rollout.log_probs, loss_mask))
-        old_log_probs = trainer_log_probs if config.objective.anchor == "old" else rollout.log_probs
+        group_ids = np.repeat(np.arange(len(advantages_PG), dtype=np.int32), config.sampling.group_size)
         batch = Batch(
-            tokens=tokens,
-            padding_mask=padding_mask,
+            tokens=np.concatenate([rollout.prompt_tokens, rollout.response_tokens], axis=1),
+            padding_mask=np.concatenate([rollout.prompt_mask, rollout.response_mask], axis=1),
             loss_mask=loss_mask,
+            coefficients=np.zeros(loss_mask.shape, np.float32),
             advantages=advantages_PG.reshape(-1),
             rollout_log_probs=rollout.log_probs,
-            old_log_probs=old_log_probs,
-            group_ids=np.repeat(np.arange(len(advantages_PG), dtype=np.int32), config.sampling.group_size),
+            old_log_probs=rollout.log_probs.copy(),
             expert_ids=rollout.expert_ids,
         )
+        scored = []
+        for rows in minibatches(config, step, num_epochs=1):
+            batch.coefficients[rows] = run.coefficients(loss_mask[rows], group_ids[rows])
+            if loss_mask[rows].any():
+                minibatch, places = run.pack(jax.tree.map(lambda x, rows=rows: x[rows], batch))
+                scored.append((rows, places, run.score_step(state.train.model, minibatch)))
+        for rows, places, log_probs in scored:
+            batch.old_log_probs[rows] = places.unpack(distributed.to_host(log_probs), batch.old_log_probs[rows])
+        report.values(diagnostics.rollout_mismatch(batch.old_log_probs, rollout.log_probs, loss_mask))
+        if config.objective.anchor == "rollout":
+            batch = batch._replace(old_log_probs=rollout.log_probs)
         checkpoints.wait()  # a save in flight reads the buffers that the updates donate
         # ---- 7. updates
         planned = config.objective.num_epochs * config.objective.num_minibatches
@@ -189,7 +191,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             rate = learning_rate(
                 config.optimizer, step=step, update=update, num_steps=config.num_steps, updates_per_step=planned
             )
-            minibatch = run.shard_rows(jax.tree.map(lambda x, rows=rows: x[rows], batch))
+            minibatch, _ = run.pack(jax.tree.map(lambda x, rows=rows: x[rows], batch))
             state.train, metrics = run.train_step(state.train, minibatch, np.float32(rate))
             report.update(update, metrics, rate)
     state.step = step

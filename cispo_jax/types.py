@@ -59,16 +59,40 @@ Array = jax.Array | np.ndarray
 
 
 class Batch(NamedTuple):
-    """Rows of a rollout with everything an update needs; leading axis rows, so that slices are mini-batches."""
+    """Rows of a rollout with everything an update needs, on the host; leading axis rows, so that slices are mini-batches."""
 
-    tokens: Array  # int32 [B, S+T], prompt and response
-    padding_mask: Array  # bool [B, S+T]
-    loss_mask: Array  # bool [B, T]
-    advantages: Array  # float32 [B]
-    rollout_log_probs: Array  # float32 [B, T]
-    old_log_probs: Array  # float32 [B, T], frozen for all updates of the batch
-    group_ids: Array  # int32 [B], which prompt
-    expert_ids: Array | None = None  # int16 [B, S+T, L, K], a selection to replay
+    tokens: np.ndarray  # int32 [B, S+T], prompt (left-padded) and response (right-padded)
+    padding_mask: np.ndarray  # bool [B, S+T]
+    loss_mask: np.ndarray  # bool [B, T]
+    coefficients: np.ndarray  # float32 [B, T], of each token in the loss of its mini-batch
+    advantages: np.ndarray  # float32 [B]
+    rollout_log_probs: np.ndarray  # float32 [B, T]
+    old_log_probs: np.ndarray  # float32 [B, T], frozen for all updates of the batch
+    expert_ids: np.ndarray | None = None  # int16 [B, S+T, L, K], a selection to replay
+
+
+class Packed(NamedTuple):
+    """A mini-batch without its padding, as an update takes it: M passes of R rows, of which the first `passes` hold something.
+
+    A row has X columns of tokens, where a prompt is followed by responses to it, less the last token of each, which nothing is predicted
+    from; and Y columns of predicted tokens, with all that the loss asks about them.
+    """
+
+    passes: Array  # int32 scalar
+    tokens: Array  # int32 [M, R, X]
+    segment_ids: Array  # int32 [M, R, X], 1, 2, ... along a row for each prompt and each response, 0 = pad
+    prefix_ids: Array  # int32 [M, R, X], the segment of the prompt; of a prompt its own
+    positions: Array  # int32 [M, R, X], 0 at the first token of a prompt
+    weights: Array  # int32 [M, R, X], how many responses of the row a token belongs to
+    source: Array  # int32 [M, R, Y], the column that the token is predicted from
+    targets: Array  # int32 [M, R, Y], the token
+    response_ids: Array  # int32 [M, R, Y], 1, 2, ... along a row, 0 = pad
+    loss_mask: Array  # bool [M, R, Y]
+    coefficients: Array  # this and the following float32 [M, R, Y]; see `Batch`
+    advantages: Array
+    rollout_log_probs: Array
+    old_log_probs: Array
+    expert_ids: Array | None = None  # int16 [M, R, X, L, K]
 
 
 @jax.tree_util.register_dataclass

@@ -37,7 +37,6 @@ def get_config(objective="cispo"):
     config.objective.name = objective
     config.objective.epsilon_low, config.objective.epsilon_high = OBJECTIVES[objective]
     config.objective.num_minibatches = 16
-    config.objective.micro_batch_rows = 128
     config.optimizer.learning_rate = 1e-6
     config.optimizer.eps = 1e-8  # not M1's 1e-15: Qwen2.5 has key biases, whose true gradient is zero
     config.optimizer.warmup = 20

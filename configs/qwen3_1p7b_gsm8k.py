@@ -26,7 +26,6 @@ def get_config():
     config.sampling.group_size = 16
     config.sampling.max_new_tokens = 2_048
     config.objective.num_minibatches = 8
-    config.objective.micro_batch_rows = 32
     config.optimizer.learning_rate = 1e-6
     config.optimizer.warmup = 10
     config.evaluation.every = 20

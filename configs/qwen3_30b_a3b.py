@@ -20,7 +20,6 @@ def get_config():
     config.model.preset = "qwen3-30b-a3b"
     config.model.weights = "hf:Qwen/Qwen3-30B-A3B-Base"
     config.objective.routing_replay = True
-    config.objective.micro_batch_rows = 128
     config.optimizer.eps = 1e-15  # no key biases
     config.mesh.data = 1
     config.mesh.expert = 8

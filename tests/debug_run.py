@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cispo_jax import building, models, sharding
+from cispo_jax import building, models, programs, sharding
 from cispo_jax.config import Config, MeshSettings, from_config_dict
 from cispo_jax.log_probs import fused_token_log_probs
 from cispo_jax.models import Transformer, TransformerConfig
+from cispo_jax.training import packing
+from cispo_jax.training.packing import Layout
 from configs import debug
 
 SUMS = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 9) for b in range(2, 9)]
@@ -87,16 +89,15 @@ def model(config=TINY, seed=0) -> Transformer:
     return jax.tree_util.tree_map_with_path(fill, abstract)
 
 
-def log_probs_fn(
-    model, tokens, padding_mask, *, response_width, share=1, expert_ids=None, temperature=1.0, dtype=jnp.float32
-):
-    """The trainer's: log-probs and entropy of the response tokens, shared prompts once, and what the routers did."""
-    options = dict(response_width=response_width, share=share, expert_ids_BXLK=expert_ids, dtype=dtype)
-    states = models.response_states(model, tokens, padding_mask, **options)
-    outputs = fused_token_log_probs(
-        states.hidden_BTD, models.head_matrix(model), tokens[:, -response_width:], temperature=temperature
-    )
-    return *outputs, models.router_sums(states.routing)
+log_probs_fn = programs.response_log_probs
+
+
+def pack(batch, *, prompt, groups=None, group_size=1, **options):
+    """The mini-batch as an update takes it."""
+    rows, response = batch.loss_mask.shape
+    groups = groups or rows // group_size
+    layout = Layout.of(prompts=groups, group_size=group_size, prompt=prompt, response=response, **options)
+    return packing.pack(batch, layout)
 
 
 def plain_log_probs(model, tokens, padding_mask, width, *, temperature=1.0, dtype=jnp.float32):

@@ -39,7 +39,7 @@ MINIMUM: dict[str, float] = {
     "sampling.repetition_stop": 0,
     "objective.num_minibatches": 1,
     "objective.num_epochs": 1,
-    "objective.micro_batch_rows": 0,
+    "objective.micro_batch_tokens": 0,
     "objective.load_balance": 0,
     "objective.router_z": 0,
     "optimizer.warmup": 0,
@@ -136,13 +136,6 @@ def _validate_sampling(config: Config) -> None:
             f"config.sampling.prompts_per_step={sampling.prompts_per_step} is not a multiple of "
             f"config.objective.num_minibatches={objective.num_minibatches}: a mini-batch holds whole groups. Valid numbers of "
             f"mini-batches for {sampling.prompts_per_step} prompts: {', '.join(map(str, divisors))}."
-        )
-    rows = sampling.prompts_per_step // objective.num_minibatches * sampling.group_size
-    if objective.micro_batch_rows and rows % objective.micro_batch_rows:
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        raise ConfigError(
-            f"config.objective.micro_batch_rows={objective.micro_batch_rows} does not divide the {rows} rows of a mini-batch "
-            f"(prompts_per_step / num_minibatches x group_size). Valid: 0 (all) or {', '.join(map(str, divisors))}."
         )
     if sampling.slots and sampling.batch_rows:
         raise ConfigError(

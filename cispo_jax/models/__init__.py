@@ -4,6 +4,7 @@ from cispo_jax import _requires_train  # noqa: F401
 from cispo_jax.models.cache import Cache
 from cispo_jax.models.config import PRESETS, TransformerConfig
 from cispo_jax.models.transformer import (
+    REMAT,
     ParameterCounts,
     Transformer,
     count_parameters,
@@ -13,13 +14,13 @@ from cispo_jax.models.transformer import (
     head_matrix,
     hidden_states,
     prefill,
-    response_states,
     router_sums,
     segment_positions,
 )
 
 __all__ = [
     "PRESETS",
+    "REMAT",
     "Cache",
     "ParameterCounts",
     "Transformer",
@@ -31,7 +32,6 @@ __all__ = [
     "head_matrix",
     "hidden_states",
     "prefill",
-    "response_states",
     "router_sums",
     "segment_positions",
 ]

@@ -1,4 +1,4 @@
-"""Grouped-query softmax attention: over whole sequences, after a remembered prompt, and one token at a time."""
+"""Grouped-query softmax attention: over whole sequences, packed or not, and one token at a time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from cispo_jax.sharding import param
 
 # Tokens of a block of queries and of keys: 4 MiB of scores a head. Smaller ones read and write the running sums more often.
 BLOCK = 1024
+# Shorter rows: parts of their queries, and the least tokens of a part.
+PARTS, LEAST_PART = 4, 128
 
 
 class KeyValues(NamedTuple):
@@ -44,25 +46,27 @@ class Attention(nnx.Module):
             self.query_norm = param(None, ones, (H,), ("norm",))
             self.key_norm = param(None, ones, (H,), ("norm",))
 
-    def __call__(
-        self, x_BTD: jax.Array, span: Span, slope_N: jax.Array, memory: KeyValues | None = None
-    ) -> tuple[jax.Array, KeyValues]:
-        """Output [B, T, D] and the keys and values of these columns; `memory` holds those of the columns before."""
+    def __call__(self, x_BTD: jax.Array, span: Span, slope_N: jax.Array) -> tuple[jax.Array, KeyValues]:
+        """Output [B, T, D] and the keys and values of these columns."""
         query, key, value = self.project(x_BTD, span.rotary)
-        keys, values = key, value
-        if memory is not None:
-            keys, values = (jnp.concatenate(parts, axis=1) for parts in zip(memory, (key, value), strict=True))
-        return self.combine(attend(query, keys, values, span.segment_BT, span.segment_BS)), KeyValues(key, value)
+        return self.combine(attend(query, key, value, span.segment_BT, span.prefix_BT)), KeyValues(key, value)
 
     def step(
-        self, x_BTD: jax.Array, span: Span, slope_N: jax.Array, stacked: KeyValues, layer: jax.Array, slot: jax.Array
+        self,
+        x_BTD: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        slope_N: jax.Array,
+        stacked: KeyValues,
+        seen_BS: jax.Array,
+        layer: jax.Array,
+        slot: jax.Array,
     ) -> tuple[jax.Array, KeyValues]:
         """One token a row, written at column `slot` of its layer in the stacked memory, in place in a loop's carry."""
-        query, *new = self.project(x_BTD, span.rotary)
+        query, *new = self.project(x_BTD, rotary)
         write = lambda x, x_BTMH: jax.lax.dynamic_update_slice(x, x_BTMH[None].astype(x.dtype), (layer, 0, slot, 0, 0))
         stacked = KeyValues(*map(write, stacked, new))
         keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in stacked)
-        return self.combine(attend(query, keys, values, span.segment_BT, span.segment_BS)), stacked
+        return self.combine(_at_once(query, keys, values, seen_BS[:, None])), stacked
 
     @staticmethod
     def with_room(stacked: KeyValues, room: int) -> KeyValues:
@@ -90,50 +94,76 @@ class Attention(nnx.Module):
 
 def attend(
     query_BTNH: jax.Array,
-    key_BSMH: jax.Array,
-    value_BSMH: jax.Array,
+    key_BTMH: jax.Array,
+    value_BTMH: jax.Array,
     segment_BT: jax.Array,
-    segment_BS: jax.Array,
+    prefix_BT: jax.Array | None = None,
     *,
     block: int = BLOCK,
 ) -> jax.Array:
-    """softmax(q k / sqrt(H)) v over the keys that a query sees, softmax in float32; each key head serves N/M query heads.
+    """softmax(q k / sqrt(H)) v over the keys that a query sees (`Span`), softmax in float32; each key head serves N/M query heads.
 
-    The T queries stand at the last T of the S columns and see the keys of their own segment up to their own column. With more than
-    `block` x `block` scores a head it goes block by block, forward and backward, so that memory grows with T + S, not with T x S.
+    Rows of up to `block` tokens are split into a few parts of queries, each with the keys up to its end. Longer ones go block by block,
+    forward and backward, so that memory grows with T, not with T x T, and blocks that no query sees are left out.
     """
-    B, T, N, H = query_BTNH.shape
-    S, M = key_BSMH.shape[1:3]
-    query = query_BTNH.reshape(B, T, M, N // M, H)
+    T = query_BTNH.shape[1]
+    ids = (segment_BT, segment_BT if prefix_BT is None else prefix_BT)
     with jax.named_scope("attend"):
-        if block * block >= T * S:
-            scores = _scores(query, key_BSMH, segment_BT, segment_BS, jnp.arange(S - T, S), jnp.arange(S))
-            weights = jax.nn.softmax(scores, axis=-1).astype(value_BSMH.dtype)
-            return jnp.einsum("bmgts,bsmh->btmgh", weights, value_BSMH).reshape(B, T, N, H)
-        # Columns that fill the last block: as queries nobody reads them, as keys nobody sees segment -1.
-        fill = lambda x, value=0: jnp.pad(
-            x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)), constant_values=value
-        )
-        arrays = fill(query), fill(key_BSMH), fill(value_BSMH), fill(segment_BT, -2), fill(segment_BS, -1)
-        return _blockwise(block, S - T, *arrays)[:, :T].reshape(B, T, N, H)
+        if block < T:
+            # Columns that fill the last block: as queries nobody reads them, as keys nobody sees segment 0 but pads.
+            fill = lambda x: jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))
+            return _blockwise(block, *map(fill, (query_BTNH, key_BTMH, value_BTMH, *ids)))[:, :T]
+        size = -(-T // min(PARTS, -(-T // LEAST_PART)))
+        outputs = []
+        for start in range(0, T, size):
+            end = min(start + size, T)
+            seen = _sees(*(x[:, start:end] for x in ids), ids[0][:, :end], start, 0)
+            outputs.append(_at_once(query_BTNH[:, start:end], key_BTMH[:, :end], value_BTMH[:, :end], seen))
+        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
-def _scores(query, key, segment_BT, segment_BS, column_T, column_S) -> jax.Array:
+def _at_once(query_BTNH, key_BSMH, value_BSMH, seen_BTS) -> jax.Array:
+    """All scores [B, N, T, S] at once."""
+    B, T, N, H = query_BTNH.shape
+    M = key_BSMH.shape[2]
+    scores = _scores(query_BTNH.reshape(B, T, M, N // M, H), key_BSMH, seen_BTS)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value_BSMH.dtype)
+    return jnp.einsum("bmgts,bsmh->btmgh", weights, value_BSMH).reshape(B, T, N, H)
+
+
+def _sees(segment_BT, prefix_BT, segment_BS, first_T, first_S) -> jax.Array:
+    """[B, T, S]: which keys a query sees; queries and keys begin at the given columns."""
+    columns = lambda x, first: first + jnp.arange(x.shape[1])
+    own, prefix = (x[:, :, None] == segment_BS[:, None, :] for x in (segment_BT, prefix_BT))
+    return (own | prefix) & (columns(segment_BT, first_T)[:, None] >= columns(segment_BS, first_S)[None, :])[None]
+
+
+def _scores(query_BTMGH, key_BSMH, seen_BTS) -> jax.Array:
     """[B, M, G, T, S] in float32, as good as minus infinity where a query does not see a key."""
-    scores = jnp.einsum("btmgh,bsmh->bmgts", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
-    seen = (segment_BT[:, :, None] == segment_BS[:, None, :]) & (column_T[:, None] >= column_S[None, :])[None]
-    return jnp.where(seen[:, None, None], scores, -1e30)
+    scores = jnp.einsum("btmgh,bsmh->bmgts", query_BTMGH, key_BSMH, preferred_element_type=jnp.float32)
+    return jnp.where(seen_BTS[:, None, None], scores * query_BTMGH.shape[-1] ** -0.5, -1e30)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _blockwise(size: int, offset: int, query, key, value, segment_BT, segment_BS) -> jax.Array:
-    """FlashAttention (arXiv:2205.14135) in plain operations; query t stands at column `offset` + t, lengths are multiples of `size`."""
-    return _blockwise_forward(size, offset, query, key, value, segment_BT, segment_BS)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(size: int, query_BTNH, key_BTMH, value_BTMH, segment_BT, prefix_BT) -> jax.Array:
+    """FlashAttention (arXiv:2205.14135) in plain operations; T is a multiple of `size`."""
+    return _blockwise_forward(size, query_BTNH, key_BTMH, value_BTMH, segment_BT, prefix_BT)[0]
 
 
-def _blockwise_forward(size: int, offset: int, query, key, value, segment_BT, segment_BS):
-    (B, T, M, G, H), S = query.shape, key.shape[1]
-    scores_of = functools.partial(_block_scores, size, offset, query, key, segment_BT, segment_BS)
+def _first_blocks(size: int, segment_BT, prefix_BT) -> jax.Array:
+    """For each block of queries the first block of keys that one of them sees, in any row: where the prompt begins that it goes on from."""
+    T = segment_BT.shape[1]
+    before_BT = jnp.pad(jax.lax.cummax(segment_BT, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    start_BT = segment_BT > before_BT
+    begins_BT = jnp.where(start_BT & (segment_BT == prefix_BT), jnp.arange(T)[None], 0)
+    return jax.lax.cummax(begins_BT, axis=1).min(axis=0).reshape(-1, size)[:, 0] // size
+
+
+def _blockwise_forward(size: int, query, key, value, segment_BT, prefix_BT):
+    (B, T, N, H), M = query.shape, key.shape[2]
+    query = query.reshape(B, T, M, N // M, H)
+    scores_of = functools.partial(_block_scores, size, query, key, segment_BT, prefix_BT)
+    first = _first_blocks(size, segment_BT, prefix_BT)
 
     def one_block(i):
         def add(j, carry):
@@ -149,21 +179,23 @@ def _blockwise_forward(size: int, offset: int, query, key, value, segment_BT, se
             )
             return higher, total * scale + weights.sum(axis=-1), weighted * scale[..., None] + product
 
+        G = N // M
         start = (jnp.full((B, M, G, size), -1e30), jnp.zeros((B, M, G, size)), jnp.zeros((B, M, G, size, H)))
-        # Later keys are not seen. The loop's length depends on i; the backward pass below does not differentiate it.
-        seen = jnp.minimum((offset + (i + 1) * size - 1) // size + 1, S // size)
-        highest, total, weighted = jax.lax.fori_loop(0, seen, add, start)
+        # The loop's bounds depend on the data; the backward pass below does not differentiate it.
+        highest, total, weighted = jax.lax.fori_loop(first[i], i + 1, add, start)
         return (weighted / total[..., None]).astype(value.dtype), highest + jnp.log(total)
 
     output, log_total = jax.lax.map(one_block, jnp.arange(T // size))
-    output = jnp.moveaxis(output, (0, 4), (1, 2)).reshape(B, T, M, G, H)
-    return output, (query, key, value, segment_BT, segment_BS, output, log_total)
+    output = jnp.moveaxis(output, (0, 4), (1, 2)).reshape(B, T, N, H)
+    return output, (query, key, value, segment_BT, prefix_BT, output, log_total)
 
 
-def _blockwise_backward(size: int, offset: int, residuals, cotangent):
-    query, key, value, segment_BT, segment_BS, output, log_total = residuals
+def _blockwise_backward(size: int, residuals, cotangent):
+    query, key, value, segment_BT, prefix_BT, output, log_total = residuals
     T, H = query.shape[1], query.shape[-1]
-    scores_of = functools.partial(_block_scores, size, offset, query, key, segment_BT, segment_BS)
+    output, cotangent = (x.reshape(query.shape) for x in (output, cotangent))
+    scores_of = functools.partial(_block_scores, size, query, key, segment_BT, prefix_BT)
+    first = _first_blocks(size, segment_BT, prefix_BT)
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     along = jnp.sum(output.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)  # [B, T, M, G]
 
@@ -184,26 +216,25 @@ def _blockwise_backward(size: int, offset: int, residuals, cotangent):
             return query_gradient, key_gradient, value_gradient
 
         start = (query_gradient, *(jnp.zeros(x.shape, jnp.float32) for x in (key_j, value_j)))
-        first = jnp.maximum(j * size - offset, 0) // size
-        query_gradient, *gradients = jax.lax.fori_loop(first, T // size, add, start)
+        # `first` never falls from block to block: those that see block j lie together.
+        query_gradient, *gradients = jax.lax.fori_loop(j, jnp.sum(first <= j), add, start)
         return query_gradient, [g.astype(x.dtype) for g, x in zip(gradients, (key, value), strict=True)]
 
-    query_gradient, gradients = jax.lax.scan(
-        one_block, jnp.zeros(query.shape, jnp.float32), jnp.arange(key.shape[1] // size)
-    )
+    query_gradient, gradients = jax.lax.scan(one_block, jnp.zeros(query.shape, jnp.float32), jnp.arange(T // size))
     gradients = [jnp.moveaxis(g, 0, 1).reshape(key.shape) for g in gradients]
-    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in (segment_BT, segment_BS)]
+    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in (segment_BT, prefix_BT)]
+    query_gradient = query_gradient.reshape(*query.shape[:2], -1, H)
     return query_gradient.astype(query.dtype), *gradients, *no_gradient
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
-def _block_scores(size: int, offset: int, query, key, segment_BT, segment_BS, i, j) -> jax.Array:
+def _block_scores(size: int, query, key, segment_BT, prefix_BT, i, j) -> jax.Array:
     """Scores of block i of the queries against block j of the keys."""
-    of_i, of_j = ([_block(x, n, size) for x in pair] for n, pair in ((i, (query, segment_BT)), (j, (key, segment_BS))))
-    columns = jnp.arange(size)
-    return _scores(of_i[0], of_j[0], of_i[1], of_j[1], offset + i * size + columns, j * size + columns)
+    query_i, segment_i, prefix_i = (_block(x, i, size) for x in (query, segment_BT, prefix_BT))
+    key_j, segment_j = (_block(x, j, size) for x in (key, segment_BT))
+    return _scores(query_i, key_j, _sees(segment_i, prefix_i, segment_j, i * size, j * size))
 
 
 def _block(x: jax.Array, index, size: int) -> jax.Array:

@@ -33,12 +33,16 @@ def mix(residual: jax.Array, output: jax.Array, factors: tuple[float, float]) ->
 
 
 class Span(NamedTuple):
-    """What attention must know of the columns that it is given: a token sees those of its own segment, up to itself."""
+    """What attention must know of the columns that it is given.
+
+    A token sees those of its own segment up to itself, and all of the segment that is its prefix: the prompt that several responses
+    share. A segment without a prefix names itself. Ids grow along a row, and segments that share a prefix follow it directly.
+    """
 
     rotary: tuple[jax.Array, jax.Array]
     segment_BT: jax.Array  # int32: which segment of its row a token belongs to, 0 = pad
-    segment_BS: jax.Array  # the same of all columns that may be seen: those remembered from before, then the given ones
-    start_BT: jax.Array  # first token of a segment
+    prefix_BT: jax.Array | None  # the segment that it sees besides; None: no token has one
+    index_BT: jax.Array  # tokens that it sees before itself
 
 
 def rotary_angles(positions_BT: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array]:

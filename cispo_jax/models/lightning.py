@@ -2,12 +2,15 @@
 
     out_t = sum over s <= t of exp(-slope (t - s)) (q_t . k_s) v_s
 
-over the tokens of one segment, t - s counted in tokens: pads neither contribute nor let the sum decay. With the state
-S_t = exp(-slope) S_(t-1) + k_t v_t^T it is out_t = q_t S_t, the recurrent form of decoding; `lightning_attention` computes it a block
-of tokens at a time, linear in T. No softmax, no rotary positions, no 1/sqrt(H).
+over the tokens that t sees (its segment and that segment's prefix), t - s counted in tokens: pads neither contribute nor let the sum
+decay. With the state S_t = exp(-slope) S_(t-1) + k_t v_t^T it is out_t = q_t S_t, the recurrent form of decoding;
+`lightning_attention` computes it a block of tokens at a time, linear in T. No softmax, no rotary positions, no 1/sqrt(H).
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +45,22 @@ class LightningAttention(nnx.Module):
         self.gate = param(keys[4], normal, (D, N, H), ("embed", "heads", "head_dim"))
         self.norm = param(None, ones, (N, H), ("heads", "head_dim"))
 
-    def __call__(
-        self, x_BTD: jax.Array, span: Span, slope_N: jax.Array, memory: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Output [B, T, D] and the state [B, N, H, H] after these columns; `memory` is the state before them."""
+    def __call__(self, x_BTD: jax.Array, span: Span, slope_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Output [B, T, D] and the state [B, N, H, H] of each row's last segment after these columns."""
         query, key, value = self.project(x_BTD)
-        heads, state = lightning_attention(
-            query, key, value, slope_N, span.segment_BT > 0, span.start_BT, memory, block=self.block
-        )
+        ids = (span.segment_BT, span.prefix_BT, span.index_BT)
+        heads, state = lightning_attention(query, key, value, slope_N, *ids, block=self.block)
         return self.combine(heads, x_BTD), state
 
     def step(
-        self, x_BTD: jax.Array, span: Span, slope_N: jax.Array, stacked: jax.Array, layer: jax.Array, slot: jax.Array
+        self,
+        x_BTD: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        slope_N: jax.Array,
+        stacked: jax.Array,
+        seen_BS: jax.Array,
+        layer: jax.Array,
+        slot: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """One token a row: the state of its layer in the stacked memory moves on, in place in a loop's carry."""
         query, key, value = (x[:, 0].astype(jnp.float32) for x in self.project(x_BTD))
@@ -85,20 +92,20 @@ def lightning_attention(
     key_BTNH: jax.Array,
     value_BTNH: jax.Array,
     slope_N: jax.Array,
-    real_BT: jax.Array,
-    start_BT: jax.Array,
-    state_BNHH: jax.Array | None = None,
+    segment_BT: jax.Array,
+    prefix_BT: jax.Array | None,
+    index_BT: jax.Array,
     *,
     block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of the module's docstring in blocks of `block` tokens: quadratic inside a block, through the state from block to block.
+    """The sum of the module's docstring in blocks of `block` tokens: quadratic inside a block, through states from block to block.
 
     Args:
-      real_BT: false at pads. start_BT: first token of a segment, which sees nothing from before it.
-      state_BNHH: what earlier tokens left (of the segment in which the first column goes on); None: nothing.
+      segment_BT, prefix_BT: see `Span`; 0 = pad. index_BT: how many tokens of its segment and of the prefix a token sees before itself.
 
     Returns:
-      Heads [B, T, N, H] and the state after the last column, float32. The backward pass computes the blocks again.
+      Heads [B, T, N, H] and the state of each row's last segment after the last column, float32. The backward pass computes the blocks
+      again.
     """
     B, T, N, H = query_BTNH.shape
     size = max(1, min(block, T))
@@ -109,26 +116,52 @@ def lightning_attention(
         return jnp.moveaxis(x.reshape(B, count, size, *x.shape[2:]), 1, 0)
 
     causal = jnp.tril(jnp.ones((size, size), bool))[None]
-    decay = lambda tokens_BT: jnp.exp(-slope_N[None, None, :] * tokens_BT[..., None])
+    decay = lambda tokens: jnp.exp(jnp.multiply.outer(jnp.maximum(tokens, 0), -slope_N))  # [..., N]
 
     @jax.checkpoint
-    def one_block(state, columns):
-        query, key, value, real, start = columns
+    def one_block(states: tuple[_State, ...], columns):
+        query, key, value, segment, index, *prefixes = columns
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        key = jnp.where(real[..., None, None], key, 0)
-        tokens = jnp.cumsum(real, axis=1)  # up to and with each column of the block
-        segment = jnp.cumsum(start, axis=1)  # 0: the one that the state belongs to
-        seen = (causal & (segment[:, :, None] == segment[:, None, :]))[:, None]
-        age = jnp.maximum(tokens[:, :, None] - tokens[:, None, :], 0)[:, None]
-        weight = jnp.where(seen, jnp.exp(-slope_N[None, :, None, None] * age), 0)
+        sees = lambda of: functools.reduce(jnp.logical_or, [ids == of for ids in (segment, *prefixes)]) & (of > 0)
+        seen = jax.vmap(sees, in_axes=1, out_axes=2)(segment[:, :, None]) & causal
+        age = (index[:, :, None] - index[:, None, :])[:, None]
+        weight = jnp.where(seen[:, None], jnp.exp(-slope_N[None, :, None, None] * jnp.maximum(age, 0)), 0)
         heads = jnp.einsum("bnts,bsnh->btnh", weight * jnp.einsum("btnh,bsnh->bnts", query, key), value)
-        reach = jnp.where((segment == 0)[..., None], decay(tokens), 0)
-        heads = heads + jnp.einsum("btnh,bnhk->btnk", query * reach[..., None], state)
-        left = jnp.where((segment == segment[:, -1:])[..., None], decay(tokens[:, -1:] - tokens), 0)
-        state = reach[:, -1, :, None, None] * state + jnp.einsum("bsnh,bsnk->bnhk", key * left[..., None], value)
-        return state, heads
+        for state in states:
+            reach = jnp.where(sees(state.segment[:, None])[..., None], decay(index - state.index[:, None]), 0)
+            heads = heads + jnp.einsum("btnh,bnhk->btnk", query * reach[..., None], state.sum)
 
-    before = jnp.zeros((B, N, H, H), jnp.float32) if state_BNHH is None else state_BNHH
-    columns = tuple(map(blocks, (query_BTNH, key_BTNH, value_BTNH, real_BT, start_BT)))
-    after, heads = jax.lax.scan(one_block, before, columns)
-    return jnp.moveaxis(heads, 0, 1).reshape(B, count * size, N, H)[:, :T], after
+        # What later blocks may see: the segment that the last token belongs to, and its prefix.
+        last = jnp.max(jnp.where(segment > 0, jnp.arange(size)[None], -1), axis=1)
+        of_last = lambda x: jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
+        wanted = [jnp.where(last >= 0, of_last(x), s.segment) for x, s in zip((segment, *prefixes), states, strict=True)]
+
+        def carried(of: jax.Array) -> _State:
+            """The state of segment `of` [B] after its last token up to here."""
+            mine = (segment == of[:, None]) & (of > 0)[:, None]
+            end = jnp.max(jnp.where(mine, index, 0), axis=1)
+            for state in states:
+                end = jnp.where(state.segment == of, jnp.maximum(end, state.index), end)
+            left = jnp.where(mine[..., None], decay(end[:, None] - index), 0)
+            total = jnp.einsum("bsnh,bsnk->bnhk", key * left[..., None], value)
+            for state in states:
+                keeps = jnp.where((state.segment == of)[:, None], decay(end - state.index), 0)
+                total = total + keeps[..., None, None] * state.sum
+            return _State(of, end, total)
+
+        own, *other = wanted
+        return (carried(own), *(carried(jnp.where(of == own, 0, of)) for of in other)), heads
+
+    nothing = _State(*(jnp.zeros((B,), jnp.int32),) * 2, jnp.zeros((B, N, H, H), jnp.float32))
+    columns = (query_BTNH, key_BTNH, value_BTNH, segment_BT, index_BT, *([] if prefix_BT is None else [prefix_BT]))
+    states = (nothing,) * (1 if prefix_BT is None else 2)
+    (after, *_), heads = jax.lax.scan(one_block, states, tuple(map(blocks, columns)))
+    return jnp.moveaxis(heads, 0, 1).reshape(B, count * size, N, H)[:, :T], after.sum
+
+
+class _State(NamedTuple):
+    """What the tokens of a segment so far have left, in each row; segment 0: nothing."""
+
+    segment: jax.Array  # [B]
+    index: jax.Array  # [B], of its last token
+    sum: jax.Array  # [B, N, H, H]

@@ -29,11 +29,6 @@ class Routing(NamedTuple):
     recorded_BT: jax.Array  # tokens that have a given selection
     replaced_BT: jax.Array  # of these, the ones that the router would give another today
 
-    def plus(self, other: Routing | None) -> Routing:
-        """The sums of both; the tokens are those of the first."""
-        sums = ("load_E", "probs_E", "z")
-        return self._replace(**{name: getattr(self, name) + getattr(other, name) for name in sums})
-
 
 class MoeMlp(nnx.Module):
     """The gated sum of the SwiGLU feed-forwards of the K experts with the highest scores, and of a shared one that all tokens take."""

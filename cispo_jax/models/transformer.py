@@ -8,6 +8,8 @@ inside them changes after `__init__`. The cache of the sampler is an explicit va
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,14 @@ from cispo_jax.sharding import constrain, param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
 MLP: dict[str, Any] = {"dense": Mlp, "moe": MoeMlp}
+
+
+# What the backward pass of a layer computes again: nothing, all of it, or all but the products with weights.
+REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "off": lambda layer: layer,
+    "full": jax.checkpoint,
+    "attention": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
 
 
 class States(NamedTuple):
@@ -106,10 +116,12 @@ def hidden_states(
     padding_mask_BT: jax.Array | None = None,
     *,
     segment_ids_BT: jax.Array | None = None,
+    prefix_ids_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
+    weight_BT: jax.Array | None = None,
     expert_ids_BTLK: jax.Array | None = None,
     dtype=jnp.float32,
-    remat: bool = False,
+    remat: str = "off",
     return_cache: bool = False,
 ) -> States:
     """Whole sequences through all layers.
@@ -118,29 +130,40 @@ def hidden_states(
       tokens_BT: token ids.
       padding_mask_BT: true where the token is real; padding may be left or right. None: all real.
       segment_ids_BT: packed rows; a token sees earlier tokens of its own segment (a run of equal ids) only, 0 = pad.
-      positions_BT: rotary positions. None: counted over the real tokens of each segment, from 0. Lightning attention has none.
+      prefix_ids_BT: the segment of the same row that a token sees besides its own, such as the prompt that several responses share; its
+        own id where there is none. Then ids grow along a row, a prefix has no prefix itself, what shares one follows it directly, and
+        `positions_BT` must be given: those of a segment go on from its prefix.
+      positions_BT: rotary positions. None: counted over the real tokens of each segment, from 0. Lightning attention has none, but
+        counts the tokens of prefixes by them.
+      weight_BT: how often a token counts in the sums of the routing. None: every real one once.
       expert_ids_BTLK: the experts to take in place of the router's choice, whose gates are computed all the same. A token with an id
         that is no expert's (the sentinel of pads) is routed anew; entries of layers without experts are not read.
-      dtype: compute dtype. remat: recompute layers in the backward pass.
+      dtype: compute dtype. remat: what the backward pass computes again, a key of `REMAT`.
     """
     B, T = tokens_BT.shape
     padding_mask_BT = jnp.ones((B, T), bool) if padding_mask_BT is None else padding_mask_BT.astype(bool)
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones((B, T), jnp.int32)
     segment_ids_BT = jnp.where(padding_mask_BT, segment_ids_BT, 0)
-    if positions_BT is None:
-        positions_BT = segment_positions(segment_ids_BT)
-    real_BT, start_BT = segment_ids_BT > 0, segment_starts(segment_ids_BT)
-    run_BT = jnp.where(real_BT, jnp.cumsum(start_BT, axis=1), 0)  # ids may come again in a row, runs are counted
-    span = Span(rotary_angles(positions_BT, model.config), run_BT, run_BT, start_BT)
+    index_BT = segment_positions(segment_ids_BT)
+    if prefix_ids_BT is None:
+        # Ids may come again in a row: runs of them are counted.
+        run_BT = jnp.where(segment_ids_BT > 0, jnp.cumsum(segment_starts(segment_ids_BT), axis=1), 0)
+    elif positions_BT is None:
+        raise ValueError("prefix_ids_BT needs positions_BT: those of a segment go on from its prefix")
+    else:
+        run_BT, index_BT = segment_ids_BT, positions_BT
+    rotary = rotary_angles(index_BT if positions_BT is None else positions_BT, model.config)
+    span = Span(rotary, run_BT, prefix_ids_BT, index_BT)
+    weight_BT = segment_ids_BT > 0 if weight_BT is None else weight_BT
 
     def layer(x_BTD, inputs):
         block, slope_N, expert_ids_BTK = inputs
         attend = lambda attention, x_BTD: attention(x_BTD, span, slope_N)
-        x_BTD, memory, routing = block(x_BTD, attend, real_BT, expert_ids_BTK)
+        x_BTD, memory, routing = block(x_BTD, attend, weight_BT, expert_ids_BTK)
         return x_BTD, (memory if return_cache else None, routing)
 
-    layer = jax.checkpoint(layer) if remat else layer
+    layer = REMAT[remat](layer)
     period = lambda x_BTD, inputs: _through_period(layer, x_BTD, inputs, model.config)
     experts = _replayed(expert_ids_BTLK, model.config)
     inputs = (list(model.layers), _by_place(slopes(model.config), model.config), experts)
@@ -186,54 +209,6 @@ def _replayed(expert_ids_BTLK: jax.Array | None, config: TransformerConfig) -> l
 def _by_place(x_L, config: TransformerConfig) -> list:
     """What differs by layer as inputs of a loop over periods, one for each place; layers are the leading axis."""
     return [x_L[place :: config.period] for place in range(config.period)]
-
-
-def response_states(
-    model: Transformer,
-    tokens_BX: jax.Array,
-    padding_mask_BX: jax.Array,
-    *,
-    response_width: int,
-    share: int = 1,
-    expert_ids_BXLK: jax.Array | None = None,
-    dtype=jnp.float32,
-    remat: bool = False,
-) -> States:
-    """Hidden states [B, T, D] of the positions that predict the response tokens, running each shared prompt once.
-
-    Equal to those of `hidden_states` at [:, S-1:-1], for rows [prompt | response] of widths S + T whose prompts are equal in each run of
-    `share` rows (the G responses of a group): S + G T tokens are computed in place of G (S + T). The last token is never fed. The sums
-    of the routing count a prompt's tokens G times; its `expert_ids_BTK` and `replaced_BT` are those of the responses [B, T-1].
-    """
-    S, T = tokens_BX.shape[1] - response_width, response_width
-    mask_BX = padding_mask_BX.astype(bool)
-    positions_BX = jnp.maximum(jnp.cumsum(mask_BX, axis=1) - 1, 0)
-    prompt = lambda x_BX: x_BX[::share, :S]
-    response = lambda x_BX: x_BX[:, S : S + T - 1]
-    segment_BX = mask_BX[:, :-1].astype(jnp.int32)
-    span_P, span_B = (
-        Span(rotary_angles(part(positions_BX), model.config), part(segment_BX), seen, part(jnp.zeros_like(mask_BX)))
-        for part, seen in ((prompt, prompt(segment_BX)), (response, segment_BX))
-    )
-
-    def layer(x, inputs):
-        (x_PSD, x_BTD), (block, slope_N, ids_PSK, ids_BTK) = x, inputs
-        attend = lambda attention, x_PSD: attention(x_PSD, span_P, slope_N)
-        x_PSD, memory, of_prompts = block(x_PSD, attend, share * prompt(mask_BX), ids_PSK)
-        memory = jax.tree.map(lambda x: jnp.repeat(x, share, axis=0), memory)
-        attend = lambda attention, x_BTD: attention(x_BTD, span_B, slope_N, memory)
-        x_BTD, _, routing = block(x_BTD, attend, response(mask_BX), ids_BTK)
-        return (x_PSD, x_BTD), None if routing is None else routing.plus(of_prompts)
-
-    layer = jax.checkpoint(layer) if remat else layer
-    period = lambda x, inputs: _through_period(layer, x, inputs, model.config)
-    parts = (prompt, response)
-    ids = (_replayed(None if expert_ids_BXLK is None else part(expert_ids_BXLK), model.config) for part in parts)
-    x = tuple(embed(model, part(tokens_BX), dtype) for part in parts)
-    inputs = (list(model.layers), _by_place(slopes(model.config), model.config), *ids)
-    (x_PSD, x_BTD), routing = jax.lax.scan(period, x, inputs)
-    x_BTD = jnp.concatenate([jnp.repeat(x_PSD[:, -1:], share, axis=0), x_BTD], axis=1)
-    return States(rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps), None, tuple(routing))
 
 
 def segment_starts(segment_ids_BT: jax.Array) -> jax.Array:
@@ -341,12 +316,11 @@ def decode_step(
     """
     token = jnp.ones((len(token_B), 1), bool)
     mask_BS = jax.lax.dynamic_update_slice(cache.mask_BS, token, (0, slot))
-    segments = (token.astype(jnp.int32), mask_BS.astype(jnp.int32))
-    span = Span(rotary_angles(position_B[:, None], model.config), *segments, jnp.zeros_like(token))
+    rotary = rotary_angles(position_B[:, None], model.config)
     inputs = (list(model.layers), _by_place(jnp.asarray(slopes(model.config)), model.config))
 
     def layer(index, block: Block, x_BTD, slope_N, stacked):
-        return block(x_BTD, lambda attention, x_BTD: attention.step(x_BTD, span, slope_N, stacked, index, slot))
+        return block(x_BTD, lambda attention, x_BTD: attention.step(x_BTD, rotary, slope_N, stacked, mask_BS, index, slot))
 
     def period(index, carry):
         x_BTD, memory, ids_BSLK = carry

@@ -6,7 +6,6 @@ def sixteen_updates(config):
     config.sampling.prompts_per_step = 16
     config.sampling.group_size = 8
     config.objective.num_minibatches = 16
-    config.objective.micro_batch_rows = 8
     config.optimizer.learning_rate = 5e-6
 
 
