@@ -16,44 +16,51 @@ M, G, H = 2, 3, 4
 ALL = 10**6  # a block that holds any test: all scores at once
 
 
-def layouts(S, T):
-    """Segments [rows, S] of all columns; the last T are those of the queries."""
-    columns = np.arange(S)
-    packed = np.sort(np.random.default_rng(0).integers(1, 4, S))
+def layouts(T):
+    """Segments and prefixes [rows, T]; ids grow along a row."""
+    columns = np.arange(T)
+    packed = np.sort(np.random.default_rng(0).integers(1, 4, T))
+    half = T // 2
+    # A prompt and three responses to it, then another prompt and one; pads at the end.
+    tree = np.select([columns < half // 2, columns < half // 2 + 2, columns < half, columns < half + 3, columns < T - 2], [1, 2, 3, 4, 5], 0)
     rows = [
-        np.ones(S, int),
-        columns >= S // 3,  # padding on the left
-        columns <= S - S // 3,  # on the right
-        packed,
-        np.where(columns % 5 == 2, 0, packed),  # pads between and inside segments
-        (columns < S - T - 1) | (columns >= S - T),  # a response after its prompt
+        (np.ones(T, int), None),
+        (columns >= T // 3, None),  # padding on the left
+        (columns <= T - T // 3, None),  # on the right
+        (packed, None),
+        (np.where(columns % 5 == 2, 0, packed), None),  # pads between and inside segments
+        (tree, np.array([0, 1, 1, 1, 4, 4])[tree]),
+        (np.where(columns == 1, 0, tree), np.array([0, 1, 1, 1, 4, 4])[np.where(columns == 1, 0, tree)]),
     ]
-    return np.stack(rows).astype(np.int32)
+    segments = np.stack([segment for segment, _ in rows]).astype(np.int32)
+    return segments, np.stack([segment if prefix is None else prefix for segment, prefix in rows]).astype(np.int32)
 
 
-def inputs(S, T, dtype=np.float32):
-    generator = np.random.default_rng(S + T)
-    segments = layouts(S, T)
-    B = len(segments)
+def inputs(T, dtype=np.float32):
+    generator = np.random.default_rng(T)
+    ids = layouts(T)
+    B = len(ids[0])
     normal = lambda *shape: jnp.asarray(generator.normal(size=shape), dtype)
-    arrays = normal(B, T, M * G, H), normal(B, S, M, H), normal(B, S, M, H)
-    return arrays, (segments[:, -T:], segments), normal(B, T, M * G, H)
+    arrays = normal(B, T, M * G, H), normal(B, T, M, H), normal(B, T, M, H)
+    return arrays, ids, normal(B, T, M * G, H)
 
 
-@pytest.mark.parametrize("S, T", [(13, 13), (16, 16), (29, 17), (29, 3), (33, 32)])
-@pytest.mark.parametrize("block", [4, 7])
-def test_blocks_change_neither_value_nor_gradient(S, T, block):
-    assert block**2 < T * S
-    arrays, segments, cotangent = inputs(S, T)
-    cotangent = jnp.where((segments[0] > 0)[..., None, None], cotangent, 0)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def value_and_gradient(block, *arrays):
-        value, pull = jax.vjp(lambda *x: attend(*x, *segments, block=block), *arrays)
+def value_and_gradient(arrays, ids, cotangent, block):
+    @jax.jit
+    def both(*arrays):
+        value, pull = jax.vjp(lambda *x: attend(*x, *ids, block=block), *arrays)
         return value, pull(cotangent)
 
-    (expected, slopes), (got, ours) = (value_and_gradient(size, *arrays) for size in (ALL, block))
-    real = segments[0] > 0
+    return both(*arrays)
+
+
+@pytest.mark.parametrize("T", [13, 16, 29, 33])
+@pytest.mark.parametrize("block", [4, 7])
+def test_blocks_change_neither_value_nor_gradient(T, block):
+    arrays, ids, cotangent = inputs(T)
+    real = ids[0] > 0
+    cotangent = jnp.where(real[..., None, None], cotangent, 0)
+    (expected, slopes), (got, ours) = (value_and_gradient(arrays, ids, cotangent, size) for size in (ALL, block))
     np.testing.assert_allclose(got[real], expected[real], rtol=1e-5, atol=1e-5)
     assert np.isfinite(got).all()
     for one, other in zip(ours, slopes, strict=True):
@@ -61,12 +68,15 @@ def test_blocks_change_neither_value_nor_gradient(S, T, block):
         assert np.abs(other).max() > 0.1
 
 
-def test_it_is_attention_to_the_same_segment_up_to_the_own_column():
-    arrays, (of_query, of_key), _ = inputs(12, 9)
-    got = attend(*arrays, of_query, of_key, block=4)
+@pytest.mark.parametrize("block", [4, ALL], ids=["blocks", "at once"])
+def test_it_is_attention_to_segment_and_prefix_up_to_the_own_column(monkeypatch, block):
+    monkeypatch.setattr(attention, "LEAST_PART", 4)
+    T = 17
+    arrays, (segment, prefix), _ = inputs(T)
+    got = attend(*arrays, segment, prefix, block=block)
     query, key, value = map(np.asarray, arrays)
-    for b, t in np.argwhere(of_query > 0):
-        seen = (of_key[b] == of_query[b, t]) & (np.arange(12) <= t + 3)
+    for b, t in np.argwhere(segment > 0):
+        seen = ((segment[b] == segment[b, t]) | (segment[b] == prefix[b, t])) & (np.arange(T) <= t)
         for n in range(M * G):
             scores = key[b, seen, n // G] @ query[b, t, n] / 2
             weights = np.exp(scores - scores.max())
@@ -74,31 +84,43 @@ def test_it_is_attention_to_the_same_segment_up_to_the_own_column():
             np.testing.assert_allclose(got[b, t, n], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_that_no_query_sees_are_left_out():
+    """NaN keys of another prompt's block reach nobody, since nothing is computed from them."""
+    block, T = 4, 16
+    segment = np.repeat([[1, 2, 3, 4]], 4, axis=1).reshape(1, T)
+    prefix = np.array([0, 1, 1, 3, 3])[segment]
+    arrays, _, cotangent = inputs(T)
+    query, key, value = (x[:1] for x in arrays)
+    broken = key.at[:, :8].set(jnp.nan)
+    got, slopes = value_and_gradient((query, broken, value), (segment, prefix), cotangent[:1].at[:, :8].set(0), block)
+    expected, _ = value_and_gradient((query, key, value), (segment, prefix), cotangent[:1], block)
+    np.testing.assert_array_equal(got[:, 8:], expected[:, 8:])
+    assert np.isfinite(np.asarray(slopes[0])[:, 8:]).all()
+
+
 def test_bfloat16_is_summed_in_float32():
-    arrays, segments, _ = inputs(64, 64)
-    exact = attend(*arrays, *segments, block=ALL)
-    rounded = attend(*(x.astype(jnp.bfloat16) for x in arrays), *segments, block=8)
+    arrays, ids, _ = inputs(64)
+    exact = attend(*arrays, *ids, block=ALL)
+    rounded = attend(*(x.astype(jnp.bfloat16) for x in arrays), *ids, block=8)
     assert rounded.dtype == jnp.bfloat16
-    real = segments[0] > 0
+    real = ids[0] > 0
     assert np.abs(rounded.astype(jnp.float32) - exact)[real].mean() < 1e-2
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("minimax", marks=pytest.mark.slow)])
 def test_models_compute_by_blocks_what_they_compute_at_once(monkeypatch, name):
-    """Packed rows through `hidden_states`, shared prompts through `response_states`; rematerialised, with the gradient of every leaf."""
+    """Packed rows through `hidden_states`, with and without prefixes; rematerialised, with the gradient of every leaf."""
     config = debug_run.FAMILIES["minimax"] if name == "minimax" else debug_run.TINY
     model = debug_run.model(config)
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, 17, (4, 21))
-    segments = np.stack([np.sort(generator.integers(0, 4, 21)) for _ in range(4)])
-    tokens[2:, :9] = tokens[:2, :9] = tokens[[0, 0], :9]
-    padded = (np.arange(21) >= 4) & (np.arange(21) < np.array([[21], [12], [17], [21]]))
+    segments, prefixes = layouts(21)
+    tokens = np.random.default_rng(0).integers(0, 17, segments.shape)
 
     def loss(model):
-        packed = models.hidden_states(model, tokens, segment_ids_BT=segments, remat=True).hidden_BTD
-        shared = models.response_states(model, tokens, padded, response_width=12, share=4, remat=True).hidden_BTD
-        total = jnp.sum(jnp.where(segments[..., None] > 0, packed, 0) ** 3)
-        return total + jnp.sum(jnp.where(padded[:, -12:, None], shared, 0) ** 3)
+        total = 0
+        for options in ({}, {"prefix_ids_BT": prefixes, "positions_BT": np.broadcast_to(np.arange(21), segments.shape)}):
+            hidden = models.hidden_states(model, tokens, segment_ids_BT=segments, remat="full", **options).hidden_BTD
+            total += jnp.sum(jnp.where(segments[..., None] > 0, hidden, 0) ** 3)
+        return total
 
     results = []
     for block in (ALL, 4):
@@ -113,15 +135,15 @@ def test_memory_grows_linearly_with_the_length():
         segments = jax.ShapeDtypeStruct((1, T), jnp.int32)
         loss = lambda *x: jnp.sum(attend(*x, block=256) ** 2)
         gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        return gradient.lower(queries, keys, keys, segments, segments).compile().memory_analysis().temp_size_in_bytes
+        return gradient.lower(queries, keys, keys, segments).compile().memory_analysis().temp_size_in_bytes
 
     short, long, longer = map(temporary, (2048, 4096, 8192))
     assert longer - long < 2.2 * (long - short)  # quadratic would be 4 times
 
 
-def test_one_token_and_short_rows_hold_all_scores_at_once():
-    one, short, long = ((1, 40_000), (1000, 1000), (2048, 2048))
-    for (T, S), loops in ((one, False), (short, False), (long, True)):
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, T, 2, 4), (1, S, 1, 4), (1, S, 1, 4))]
-        segments = [jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (T, S)]
-        assert ("while" in jax.jit(attend).lower(*shapes, *segments).as_text()) == loops
+def test_short_rows_hold_all_scores_at_once_in_parts():
+    for T, loops in ((1, False), (1000, False), (2048, True)):
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, T, 2, 4), (1, T, 1, 4), (1, T, 1, 4))]
+        text = jax.jit(attend).lower(*shapes, jax.ShapeDtypeStruct((1, T), jnp.int32)).as_text()
+        assert ("while" in text) == loops
+        assert ("x1000x1000x" in text) is False

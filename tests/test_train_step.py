@@ -36,8 +36,18 @@ def make_batch(seed=0, rows=B) -> Batch:
         advantages=generator.normal(size=rows).astype(np.float32),
         rollout_log_probs=np.where(loss_mask, old + 0.5 * generator.normal(size=old.shape), np.nan).astype(np.float32),
         old_log_probs=np.where(loss_mask, old, np.nan).astype(np.float32),
-        group_ids=(np.arange(rows) // 2 * 3).astype(np.int32),
+        coefficients=np.zeros(loss_mask.shape, np.float32),
     )
+
+
+def packed(batch, aggregation="token", group_ids=None, normalizer=None, **options):
+    """The mini-batch with its coefficients, as the step takes it."""
+    options = {"group_size": 2, **options}
+    group_ids = np.arange(len(batch.tokens)) // 2 * 3 if group_ids is None else group_ids
+    coefficients = objectives.aggregation_weights(
+        batch.loss_mask, aggregation=aggregation, group_ids=group_ids, normalizer=normalizer
+    )
+    return debug_run.pack(batch._replace(coefficients=np.asarray(coefficients)), prompt=S, **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +60,17 @@ def bigram():
     return {"table": np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)}
 
 
-def bigram_log_probs(model, tokens, padding_mask, *, response_width, share=1, expert_ids=None):
-    log_p = jax.nn.log_softmax(model["table"][tokens[:, -response_width - 1 : -1]])
-    chosen = jnp.take_along_axis(log_p, tokens[:, -response_width:, None], axis=-1)[..., 0]
+def bigram_log_probs(model, rows):
+    log_p = jax.nn.log_softmax(model["table"][jnp.take_along_axis(rows.tokens, rows.source, axis=1)])
+    chosen = jnp.take_along_axis(log_p, rows.targets[..., None], axis=-1)[..., 0]
     return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), None
 
 
 def whole_rows(model, tokens, padding_mask):
     """Log-probs and entropy by the book, of either policy."""
     if isinstance(model, dict):
-        return bigram_log_probs(model, tokens, padding_mask, response_width=T)[:2]
+        log_p = jax.nn.log_softmax(model["table"][tokens[:, -T - 1 : -1]])
+        return jnp.take_along_axis(log_p, tokens[:, -T:, None], axis=-1)[..., 0], -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     return debug_run.plain_log_probs(model, tokens, padding_mask, T)
 
 
@@ -75,16 +86,19 @@ def keep_gradient():
     return optax.identity()
 
 
+LAYOUT = ("aggregation", "normalizer", "group_ids", "group_size", "devices", "pass_tokens", "packed")
+
+
 def moved(model, batch, loss_fn=objectives.cispo_loss, *, place=lambda x: x, optimizer=None, **options):
     """(gradient by the step, metrics): the state's weights before less after, with a rate of 1."""
     optimizer = optimizer or keep_gradient()
-    options = {"aggregation": "token", "group_size": 2, **options}
+    layout = {name: options.pop(name) for name in LAYOUT if name in options}
     step = make_step(model, loss_fn, optimizer, **options)
     before = jax.tree.map(np.array, model)
     state = init_state(jax.tree.map(jnp.array, model), optimizer)  # copied: the step donates it
     if "shardings" in options:
         state = jax.device_put(state, options["shardings"])
-    state, metrics = step(state, jax.tree.map(place, batch), np.float32(1))
+    state, metrics = step(state, place(packed(batch, **layout)), np.float32(1))
     return jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model), jax.device_get(metrics)
 
 
@@ -129,10 +143,11 @@ def agrees_with_the_plain_loss(model, name):
     batch = make_batch()
     aggregation, settings = CASES[name]
     loss_fn = functools.partial(getattr(objectives, f"{name}_loss"), **settings)
-    group_ids = dict(group_ids=batch.group_ids) if aggregation == "prompt" else {}
+    group_ids = dict(group_ids=np.arange(B) // 2) if aggregation == "prompt" else {}
     loss, expected = plain_gradient(model, batch, loss_fn, aggregation=aggregation, **group_ids)
-    # Cut into four micro-batches at the same time: every token's coefficient is that of the whole batch.
-    gradient, metrics = moved(model, batch, loss_fn, aggregation=aggregation, micro_batch_rows=2)
+    # Packed and cut into several passes at the same time: every token's coefficient is that of the whole batch.
+    assert packed(batch, pass_tokens=1).passes > 1
+    gradient, metrics = moved(model, batch, loss_fn, aggregation=aggregation, pass_tokens=1)
     close(gradient, expected)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     norm = np.sqrt(sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(expected)))
@@ -143,36 +158,37 @@ def agrees_with_the_plain_loss(model, name):
 @pytest.fixture(scope="module")
 def whole(model):
     """One device, one pass: what every other layout must agree with."""
-    return moved(model, make_batch())
+    return moved(model, make_batch(), pass_tokens=1_000)
 
 
 @pytest.fixture(scope="module")
 def whole_bigram():
-    return moved(bigram(), make_batch())
+    return moved(bigram(), make_batch(), pass_tokens=1_000)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8])
-def test_micro_batches_add_up(whole_bigram, rows):
-    gradient, metrics = moved(bigram(), make_batch(), micro_batch_rows=rows)
+@pytest.mark.parametrize("layout", [{}, {"packed": False}, {"packed": False, "pass_tokens": 1}, {"packed": False, "pass_tokens": 20}], ids=str)
+def test_passes_add_up(whole_bigram, layout):
+    gradient, metrics = moved(bigram(), make_batch(), **layout)
     close(gradient, whole_bigram[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), metrics, whole_bigram[1])
 
 
-@pytest.mark.parametrize(("sizes", "rows"), [(dict(data=2, fsdp=2), 4), (dict(fsdp=2, tensor=2), 0)])
-def test_every_mesh_gives_the_gradient_of_one_device(model, whole, sizes, rows):
+@pytest.mark.parametrize(("sizes", "tokens"), [(dict(data=2, fsdp=2), 1), (dict(fsdp=2, tensor=2), 1_000)])
+def test_every_mesh_gives_the_gradient_of_one_device(model, whole, sizes, tokens):
     """The token mean is over the whole batch, not of means of devices (O-02)."""
     mesh = debug_run.mesh(**sizes)
     optimizer = keep_gradient()
     shardings = sharding.state_shardings(jax.eval_shape(lambda: init_state(model, optimizer)), mesh)
-    place = lambda x: jax.device_put(x, sharding.batch_sharding(mesh))
-    gradient, metrics = moved(model, make_batch(), place=place, micro_batch_rows=rows, shardings=shardings)
+    place = functools.partial(sharding.shard_passes, mesh)
+    layout = dict(devices=sharding.batch_devices(mesh), pass_tokens=tokens, place=place)
+    gradient, metrics = moved(model, make_batch(), shardings=shardings, **layout)
     close(gradient, whole[0])
     np.testing.assert_allclose(metrics["loss"], whole[1]["loss"], rtol=1e-5)
 
 
 def test_row_order_changes_nothing(whole_bigram):
     order = np.array([5, 2, 7, 0, 1, 6, 4, 3])
-    gradient, _ = moved(bigram(), jax.tree.map(lambda x: x[order], make_batch()))
+    gradient, _ = moved(bigram(), jax.tree.map(lambda x: x[order], make_batch()), group_ids=order // 2)
     close(gradient, whole_bigram[0])
 
 
@@ -180,18 +196,18 @@ def test_an_all_masked_batch_moves_nothing():
     """Adam would step on a zero gradient, and weight decay without any (DESIGN 4)."""
     settings = OptimizerSettings(weight_decay=0.1, eps=1e-15)
     optimizer = make_optimizer(settings)
-    step = make_step(bigram(), objectives.cispo_loss, optimizer, aggregation="token")
+    step = make_step(bigram(), objectives.cispo_loss, optimizer)
     state = init_state(jax.tree.map(jnp.array, bigram()), optimizer)
     batch = make_batch()
-    state, _ = step(state, batch, np.float32(1e-2))
+    state, _ = step(state, packed(batch), np.float32(1e-2))
     compiled, before = compilations.count(), jax.device_get(state)
     masked_batch = batch._replace(loss_mask=np.zeros_like(batch.loss_mask))
-    state, metrics = step(state, masked_batch, np.float32(1e-2))
+    state, metrics = step(state, packed(masked_batch), np.float32(1e-2))
     assert compilations.count() == compiled
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     assert metrics["updates"] == 0 and metrics["loss"] == 0 and metrics["grad/norm"] == 0
     assert state.updates == 1
-    state, metrics = step(state, batch, np.float32(1e-2))
+    state, metrics = step(state, packed(batch), np.float32(1e-2))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(metrics))
     assert state.updates == 2
     assert not np.array_equal(before.model["table"], state.model["table"])
@@ -202,13 +218,13 @@ def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
     optimizer = make_optimizer(OptimizerSettings())
     shardings = sharding.state_shardings(jax.eval_shape(lambda: init_state(model, optimizer)), mesh)
     step = make_train_step(
-        debug_run.log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token", shardings=shardings
+        debug_run.log_probs_fn, objectives.cispo_loss, optimizer, shardings=shardings
     )
     state = jax.device_put(init_state(jax.tree.map(jnp.array, model), optimizer), shardings)
     compiled = []
     for seed in range(3):
         donated = jax.tree.leaves(state)
-        batch = sharding.shard_rows(mesh, make_batch(seed))
+        batch = sharding.shard_passes(mesh, packed(make_batch(seed), devices=4))
         state, metrics = step(state, batch, np.float32(1e-3 / (1 + seed)))
         jax.block_until_ready(metrics)
         assert all(x.is_deleted() for x in donated)
@@ -232,7 +248,7 @@ def test_token_weights_follow_the_importance_cap(whole_bigram):
     with np.errstate(invalid="ignore"):
         weights = np.minimum(np.exp(batch.old_log_probs - batch.rollout_log_probs), 1.5)
     _, expected = plain_gradient(model, batch, objectives.cispo_loss, aggregation="token", token_weights=weights)
-    gradient, _ = moved(model, batch, importance_cap=1.5, micro_batch_rows=4)
+    gradient, _ = moved(model, batch, importance_cap=1.5, pass_tokens=1)
     close(gradient, expected)
     assert np.abs(gradient["table"] - whole_bigram[0]["table"]).max() > 1e-4
 
@@ -240,7 +256,7 @@ def test_token_weights_follow_the_importance_cap(whole_bigram):
 def test_constant_aggregation_divides_by_the_normalizer():
     model, batch = bigram(), make_batch()
     _, expected = plain_gradient(model, batch, objectives.cispo_loss, aggregation="constant", normalizer=40.0)
-    gradient, _ = moved(model, batch, aggregation="constant", normalizer=40.0, micro_batch_rows=2)
+    gradient, _ = moved(model, batch, aggregation="constant", normalizer=40.0, pass_tokens=1)
     close(gradient, expected)
 
 
@@ -264,11 +280,11 @@ def test_bfloat16_compute_keeps_float32_masters(model):
     """At RL learning rates a bfloat16 weight of 1.0 would never move (O-40)."""
     log_probs_fn = functools.partial(debug_run.log_probs_fn, dtype=jnp.bfloat16)
     optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-6))
-    step = make_train_step(log_probs_fn, objectives.cispo_loss, optimizer, aggregation="token")
+    step = make_train_step(log_probs_fn, objectives.cispo_loss, optimizer)
     before = jax.device_get(model)
     state = init_state(jax.tree.map(jnp.array, model), optimizer)
     for _ in range(3):
-        state, _ = step(state, make_batch(), np.float32(1e-6))
+        state, _ = step(state, packed(make_batch()), np.float32(1e-6))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.model))
     change = np.abs(np.asarray(state.model.final_norm[...], np.float64) - before.final_norm[...])
     assert (change > 1e-6).mean() > 0.8 and change.max() < 4e-6
@@ -277,9 +293,9 @@ def test_bfloat16_compute_keeps_float32_masters(model):
 def test_score_step_is_the_same_forward_in_pieces(model):
     batch = make_batch()
     expected = jax.jit(lambda m: debug_run.plain_log_probs(m, batch.tokens, batch.padding_mask, T)[0])(model)
-    for rows in (1, 4):
-        score = make_score_step(debug_run.log_probs_fn, group_size=2, micro_batch_rows=rows)
-        got = np.asarray(score(model, batch.tokens, batch.padding_mask, T))
+    for tokens in (1, 20):
+        rows, places = debug_run.pack(batch, prompt=S, group_size=2, pass_tokens=tokens)
+        got = places.unpack(np.asarray(make_score_step(debug_run.log_probs_fn)(model, rows)), batch.old_log_probs)
         np.testing.assert_allclose(got[batch.loss_mask], np.asarray(expected)[batch.loss_mask], atol=1e-5)
 
 
