@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +46,14 @@ class Programs:
     shardings: TrainState
     new_model: Callable[[], Any]  # random weights on their shards
     log_probs_fn: Callable
-    coefficients: Callable[..., np.ndarray]  # (loss mask [B, T], group ids [B]) of a mini-batch -> of each token in its loss
+    coefficients: Callable[
+        ..., np.ndarray
+    ]  # (loss mask [B, T], group ids [B]) of a mini-batch -> of each token in its loss
     layout: Layout  # of a mini-batch
     layout_of: Callable[..., Layout]  # of so many `prompts` and a `group_size`
-    pack: Callable[..., tuple[Packed, Places]]  # (mini-batch on the host[, layout]) -> on the devices, and where each response went
+    pack: Callable[
+        ..., tuple[Packed, Places]
+    ]  # (mini-batch on the host[, layout]) -> on the devices, and where each response went
     train_step: Callable
     score_step: Callable
     to_sampling: Callable[[Any], Any]
@@ -88,6 +91,7 @@ def make_programs(
     _check_experts(config, architecture)
     loss_fn, aggregation, cap = objective or resolve_objective(config.objective, None, [])
     devices = sharding.batch_devices(mesh)
+    _check_responses(config, devices)
     sampling_mesh = sharding.sampling_mesh(mesh, config.mesh.sampling)
     if config.sampling.slots % sharding.batch_devices(sampling_mesh):
         raise ConfigError(
@@ -98,9 +102,6 @@ def make_programs(
     sharding.check_divisible(architecture, sampling_mesh, "config.mesh.sampling", sharding.SAMPLING_RULES)
     optimizer = make_optimizer(config.optimizer)
     dtype = jnp.dtype(config.model.dtype)
-    if config.model.remat not in models.REMAT:
-        valid = ", ".join(models.REMAT)
-        raise ConfigError(f"config.model.remat={config.model.remat!r}: valid values are {valid}.")
     key = jax.random.key(config.seed)
     abstract = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=key), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
@@ -132,12 +133,11 @@ def make_programs(
     S, T = prompt_width, config.sampling.max_new_tokens
     prompts = config.sampling.prompts_per_step // config.objective.num_minibatches
     sizes = dict(prompt=S, response=T, devices=devices, pass_tokens=config.objective.micro_batch_tokens)
-    by_rows = isinstance(loss_fn, ByRows)
-    if by_rows and loss_fn.whole:
+    if isinstance(loss_fn, ByRows) and loss_fn.whole:
         sizes["pass_tokens"] = prompts * config.sampling.group_size * (S + T)
-    packed = config.objective.packing and not by_rows
+    packed = config.objective.packing and not isinstance(loss_fn, ByRows)
     layout_of = functools.partial(Layout.of, **sizes, packed=packed)
-    layout = layout_of(prompts=prompts, group_size=config.sampling.group_size)
+    of_minibatch = layout_of(prompts=prompts, group_size=config.sampling.group_size)
 
     log_probs_fn = functools.partial(
         response_log_probs,
@@ -154,7 +154,7 @@ def make_programs(
         normalizer = float(B * T) if aggregation == "constant" else None
         return aggregation_weights(loss_mask, aggregation=aggregation, group_ids=group_ids, normalizer=normalizer)
 
-    def pack_on_devices(batch: Batch, layout: Layout = layout) -> tuple[Packed, Places]:
+    def pack_on_devices(batch: Batch, layout: Layout = of_minibatch) -> tuple[Packed, Places]:
         packed, places = pack(batch, layout)
         return sharding.shard_passes(mesh, packed), places
 
@@ -177,7 +177,7 @@ def make_programs(
         new_model=jax.jit(lambda: models.Transformer(architecture, key=key), out_shardings=shardings.model),
         log_probs_fn=log_probs_fn,
         coefficients=lambda *arrays: np.asarray(coefficients(*arrays)),
-        layout=layout,
+        layout=of_minibatch,
         layout_of=layout_of,
         pack=pack_on_devices,
         train_step=sharding.OnMesh(mesh, train_step),
@@ -249,6 +249,17 @@ def _check_experts(config: Config, architecture: models.TransformerConfig) -> No
             )
 
 
+def _check_responses(config: Config, devices: int) -> None:
+    sampling, minibatches = config.sampling, config.objective.num_minibatches
+    responses = sampling.prompts_per_step // minibatches * sampling.group_size
+    if responses < devices:
+        raise ConfigError(
+            f"the {responses} responses of a mini-batch (config.sampling.prompts_per_step={sampling.prompts_per_step} / "
+            f"config.objective.num_minibatches={minibatches} x config.sampling.group_size={sampling.group_size}) are fewer than the "
+            f"{devices} devices of config.mesh data x fsdp x expert that split them: some would have nothing to do."
+        )
+
+
 class ByRows:
     """An objective of one's own that takes no `segment_ids`, so that a row must be one response; advantages are [B] as ever.
 
@@ -307,9 +318,11 @@ def resolve_objective(
     )
     bind = (lambda *arrays, **options: loss_fn(*arrays, **bound, **options)) if bound else loss_fn
     if function is not None:
-        if "segment_ids" not in parameters and not any_keyword:
+        if "segment_ids" not in parameters:
             bind = ByRows(bind)
-            notes.append(f"the objective {name} takes no segment_ids: responses are not packed, each has a row of its own")
+            notes.append(
+                f"the objective {name} names no segment_ids: responses are not packed, each has a row of its own"
+            )
         if not _check_objective(name, bind, settings, notes):
             bind = ByRows(getattr(bind, "function", bind), whole=True)
     return bind, aggregation, cap

@@ -175,9 +175,14 @@ def shard_rows(mesh: Mesh, rows: Any) -> Any:
     return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), rows)
 
 
+def passes_layout(mesh: Mesh) -> Callable[[Any], NamedSharding]:
+    """Of an array [M, R, ...], the R rows of each pass split over the batch axes of the mesh; a scalar is whole on every device."""
+    return lambda x: NamedSharding(mesh, P(None, BATCH)) if np.ndim(x) else replicated(mesh)
+
+
 def shard_passes(mesh: Mesh, arrays: Any) -> Any:
-    """Host arrays [M, R, ...] with the R rows of each pass split over the batch axes of the mesh; scalars are whole on every device."""
-    layout = lambda x: replicated(mesh) if np.ndim(x) < 2 else NamedSharding(mesh, P(None, BATCH))
+    """Host arrays laid out as `passes_layout` says."""
+    layout = passes_layout(mesh)
     return jax.tree.map(lambda x: distributed.from_host(x, layout(x)), arrays)
 
 

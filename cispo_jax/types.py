@@ -55,7 +55,7 @@ class Rollout:
         return Rollout(**mapped)
 
 
-Array = jax.Array | np.ndarray
+Leaf = Any  # an array on the host or on devices, or its shape
 
 
 class Batch(NamedTuple):
@@ -78,21 +78,21 @@ class Packed(NamedTuple):
     from; and Y columns of predicted tokens, with all that the loss asks about them.
     """
 
-    passes: Array  # int32 scalar
-    tokens: Array  # int32 [M, R, X]
-    segment_ids: Array  # int32 [M, R, X], 1, 2, ... along a row for each prompt and each response, 0 = pad
-    prefix_ids: Array  # int32 [M, R, X], the segment of the prompt; of a prompt its own
-    positions: Array  # int32 [M, R, X], 0 at the first token of a prompt
-    weights: Array  # int32 [M, R, X], how many responses of the row a token belongs to
-    source: Array  # int32 [M, R, Y], the column that the token is predicted from
-    targets: Array  # int32 [M, R, Y], the token
-    response_ids: Array  # int32 [M, R, Y], 1, 2, ... along a row, 0 = pad
-    loss_mask: Array  # bool [M, R, Y]
-    coefficients: Array  # this and the following float32 [M, R, Y]; see `Batch`
-    advantages: Array
-    rollout_log_probs: Array
-    old_log_probs: Array
-    expert_ids: Array | None = None  # int16 [M, R, X, L, K]
+    passes: Leaf  # int32 scalar
+    tokens: Leaf  # int32 [M, R, X]
+    segment_ids: Leaf  # int32 [M, R, X], 1, 2, ... along a row for each prompt and each response, 0 = pad
+    prefix_ids: Leaf  # int32 [M, R, X], the segment of the prompt; of a prompt its own
+    positions: Leaf  # int32 [M, R, X], 0 at the first token of a prompt
+    weights: Leaf  # int32 [M, R, X], how many responses of the row a token belongs to
+    source: Leaf  # int32 [M, R, Y], the column that the token is predicted from
+    targets: Leaf  # int32 [M, R, Y], the token
+    response_ids: Leaf  # int32 [M, R, Y], 1, 2, ... along a row, 0 = pad
+    loss_mask: Leaf  # bool [M, R, Y]
+    coefficients: Leaf  # this and the following float32 [M, R, Y]; see `Batch`
+    advantages: Leaf
+    rollout_log_probs: Leaf
+    old_log_probs: Leaf
+    expert_ids: Leaf | None = None  # int16 [M, R, X, L, K]
 
 
 @jax.tree_util.register_dataclass

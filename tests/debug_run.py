@@ -13,6 +13,8 @@ from cispo_jax.log_probs import fused_token_log_probs
 from cispo_jax.models import Transformer, TransformerConfig
 from cispo_jax.training import packing
 from cispo_jax.training.packing import Layout
+from cispo_jax.training.train_step import make_score_step
+from cispo_jax.types import Batch
 from configs import debug
 
 SUMS = [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 9) for b in range(2, 9)]
@@ -98,6 +100,30 @@ def pack(batch, *, prompt, groups=None, group_size=1, **options):
     groups = groups or rows // group_size
     layout = Layout.of(prompts=groups, group_size=group_size, prompt=prompt, response=response, **options)
     return packing.pack(batch, layout)
+
+
+def batch_of(tokens, padding_mask, width, expert_ids=None) -> Batch:
+    """Rows of which every response token trains."""
+    mask = np.asarray(padding_mask)[:, -width:].astype(bool)
+    zeros = np.zeros(mask.shape, np.float32)
+    return Batch(
+        np.asarray(tokens),
+        np.asarray(padding_mask),
+        mask,
+        mask / np.float32(mask.sum()),
+        zeros[:, 0],
+        zeros,
+        zeros,
+        expert_ids,
+    )
+
+
+def packed_log_probs(model, tokens, padding_mask, width, *, group_size, expert_ids=None, score=None, **options):
+    """The trainer's log-probs [B, T] of rows, packed."""
+    batch = batch_of(tokens, padding_mask, width, expert_ids)
+    rows, places = pack(batch, prompt=batch.tokens.shape[1] - width, group_size=group_size)
+    score = score or make_score_step(functools.partial(log_probs_fn, **options))
+    return places.unpack(np.asarray(score(model, rows)), np.zeros(batch.loss_mask.shape, np.float32))
 
 
 def plain_log_probs(model, tokens, padding_mask, width, *, temperature=1.0, dtype=jnp.float32):

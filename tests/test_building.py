@@ -59,9 +59,9 @@ def test_a_mesh_works_or_is_refused_by_name(monkeypatch, sizes):
         assert "mesh.tensor" in str(error)
 
 
-def test_rows_that_do_not_split_over_the_devices_are_refused(monkeypatch):
+def test_fewer_responses_than_devices_are_refused(monkeypatch):
     debug_run.on_devices(monkeypatch, 4)
-    refused("config.sampling.group_size=3", "4", mesh__fsdp=4, sampling__group_size=3)
+    refused("config.sampling.group_size=3", "4 devices", mesh__fsdp=4, sampling__group_size=3)
 
 
 MIXED = [*debug_run.SUMS, *({"id": f"{a}", "prompt": f"{a}+10=", "answer": str(a + 10)} for a in range(95, 105))]
@@ -84,7 +84,8 @@ def test_sampler_and_trainer_agree_on_log_probs(temperature, dtype):
         run.to_sampling(model), prompts, group_size=4, temperature=temperature, seed=0, step=1, prompt_ids=range(16)
     )
     assert rollout.prompt_tokens.shape == (64, run.prompt_width)
-    scored = run.score_step(model, *debug_run.rows_of(rollout), rollout.response_tokens.shape[1])
+    width = rollout.response_tokens.shape[1]
+    scored = debug_run.packed_log_probs(model, *debug_run.rows_of(rollout), width, group_size=4, score=run.score_step)
     mask = rollout.loss_mask
     mismatch = diagnostics.rollout_mismatch(scored, rollout.log_probs, mask)
     assert rollout.log_probs[mask].std() > 0.5  # not the uniform distribution
@@ -102,9 +103,8 @@ def test_the_head_is_float32_under_bfloat16_compute():
     model = debug_run.model(PRESETS["debug"])
     tokens = np.random.default_rng(0).integers(0, 16, (4, 9)).astype(np.int32)
     mask = np.ones((4, 9), bool)
-    options = dict(response_width=5, share=1)
-    log_probs, *_ = jax.jit(lambda m: run.log_probs_fn(m, tokens, mask, **options))(model)
-    states = jax.jit(lambda m: models.response_states(m, tokens, mask, dtype=jnp.bfloat16, **options).hidden_BTD)(model)
+    log_probs = debug_run.packed_log_probs(model, tokens, mask, 5, group_size=1, score=run.score_step)
+    states = jax.jit(lambda m: models.hidden_states(m, tokens, mask, dtype=jnp.bfloat16).hidden_BTD)(model)[:, -6:-1]
 
     def expected(head):
         logits = np.asarray(states, np.float64) @ head

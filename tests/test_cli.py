@@ -18,7 +18,8 @@ BAD = {  # command line after the page -> words that the message must hold
     "section": (["--config.samplng.group_size=4"], ["samplng", "sampling"]),
     "below_a_value": (["--config.num_steps.x=4"], ["num_steps"]),
     "wrong_type": (["--config.num_steps=abc"], ["config.num_steps", "abc"]),
-    "wrong_bool": (["--config.model.remat=maybe"], ["config.model.remat", "maybe"]),
+    "wrong_bool": (["--config.objective.packing=maybe"], ["config.objective.packing", "maybe"]),
+    "remat": (["--config.model.remat=True"], ["config.model.remat='True'", "full, attention, off"]),
     "float_for_int": (["--config.sampling.group_size=2.5"], ["config.sampling.group_size", "2.5"]),
     "whole_section": (["--config.sampling=3"], ["config.sampling", "3"]),
     "G=1": (["--config.sampling.group_size=1"], ["config.sampling.group_size=1", "at least 2"]),
@@ -47,7 +48,7 @@ BAD = {  # command line after the page -> words that the message must hold
     "argument": (["num_steps=3"], ["num_steps=3", "--config.section.key=value"]),
     "flag": (["--wrkdir=x"], ["wrkdir", "workdir"]),
     "weights": (["--config.model.weights=/nowhere/model.gguf"], ["config.model.weights", "/nowhere/model.gguf"]),
-    "rows": (["--config.objective.micro_batch_rows=3"], ["config.objective.micro_batch_rows=3", "1, 2, 4"]),
+    "tokens": (["--config.objective.micro_batch_tokens=-3"], ["config.objective.micro_batch_tokens=-3", "at least 0"]),
     "seed": (["--config.seed=-1"], ["config.seed=-1"]),
     "seed_size": (["--config.seed=99999999999999999999"], ["config.seed=99999999999999999999", "2**63"]),
     "infinite": (["--config.optimizer.weight_decay=inf"], ["config.optimizer.weight_decay=inf"]),
@@ -153,14 +154,15 @@ def test_good_command_lines_reach_the_settings_without_loading_jax():
         DEBUG, "--workdir", "x", "--config.num_steps", "7", "--config.sampling.temperature=1", "--config.objective.epsilon_high=5",
         "--config.objective.aggregation=prompt", "--config.rewards.short=my_reward.py:short", "--config.rewards.long", "m:f",
         "--config.rewards.workers=2", "--config.data.options.operations=+", "--config.data.options.max_value=30",
-        "--config.data.template_kwargs.enable_thinking=False", "--config.data.template_kwargs.note=a b=c", "--config.model.remat=false",
+        "--config.data.template_kwargs.enable_thinking=False", "--config.data.template_kwargs.note=a b=c",
+        "--config.objective.packing=false",
     )  # fmt: skip
     assert (
         found["num_steps"] == 7
         and found["sampling"]["temperature"] == 1.0
         and found["objective"]["epsilon_high"] == 5.0
     )
-    assert found["objective"]["aggregation"] == "prompt" and found["model"]["remat"] is False
+    assert found["objective"]["aggregation"] == "prompt" and found["objective"]["packing"] is False
     assert found["rewards"]["short"] == "my_reward.py:short" and found["rewards"]["long"] == "m:f"
     assert found["rewards"]["workers"] == 2
     assert found["data"]["options"] == {"wording": "{expression}=", "min_value": 0, "operations": "+", "max_value": 30}

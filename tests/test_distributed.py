@@ -20,7 +20,7 @@ SMALL = {
     "sampling__prompts_per_step": 2,
     "objective__num_minibatches": 2,
     "sampling__group_size": 4,
-    "model__remat": False,
+    "model__remat": "off",
 }
 
 

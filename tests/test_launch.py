@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = """
 --config=configs/debug.py --config.num_steps=4 --config.data.train_size=12 --config.data.eval_size=4
 --config.evaluation.samples=0 --config.sampling.prompts_per_step=4 --config.evaluation.every=0
---config.logging.tensorboard=False --config.sampling.dynamic=False --config.checkpoint.every=100 --config.model.remat=False
+--config.logging.tensorboard=False --config.sampling.dynamic=False --config.checkpoint.every=100 --config.model.remat=off
 """.split()
 # Leaves the id of every process that scores, so that the test can preempt one; slow enough for it to be in time.
 REWARD = """

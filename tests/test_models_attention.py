@@ -22,7 +22,11 @@ def layouts(T):
     packed = np.sort(np.random.default_rng(0).integers(1, 4, T))
     half = T // 2
     # A prompt and three responses to it, then another prompt and one; pads at the end.
-    tree = np.select([columns < half // 2, columns < half // 2 + 2, columns < half, columns < half + 3, columns < T - 2], [1, 2, 3, 4, 5], 0)
+    tree = np.select(
+        [columns < half // 2, columns < half // 2 + 2, columns < half, columns < half + 3, columns < T - 2],
+        [1, 2, 3, 4, 5],
+        0,
+    )
     rows = [
         (np.ones(T, int), None),
         (columns >= T // 3, None),  # padding on the left
@@ -117,7 +121,10 @@ def test_models_compute_by_blocks_what_they_compute_at_once(monkeypatch, name):
 
     def loss(model):
         total = 0
-        for options in ({}, {"prefix_ids_BT": prefixes, "positions_BT": np.broadcast_to(np.arange(21), segments.shape)}):
+        for options in (
+            {},
+            {"prefix_ids_BT": prefixes, "positions_BT": np.broadcast_to(np.arange(21), segments.shape)},
+        ):
             hidden = models.hidden_states(model, tokens, segment_ids_BT=segments, remat="full", **options).hidden_BTD
             total += jnp.sum(jnp.where(segments[..., None] > 0, hidden, 0) ** 3)
         return total

@@ -41,14 +41,25 @@ def rows_of(T, seed=0):
     columns = np.arange(T)
     packed = np.sort(generator.integers(1, 5, T)) * (generator.random(T) < 0.8)
     third = max(1, T // 3)
-    tree = np.select([columns < third, columns < third + 2, columns < 2 * third, columns < 2 * third + 4, columns < T - 1], [1, 2, 3, 4, 5], 0)
+    tree = np.select(
+        [columns < third, columns < third + 2, columns < 2 * third, columns < 2 * third + 4, columns < T - 1],
+        [1, 2, 3, 4, 5],
+        0,
+    )
     tree[generator.random(T) < 0.1] = 0
     late = np.where(columns < T - 2, 1, 2)  # a prompt of several blocks, and what follows it
-    segment = np.stack([columns >= 0, columns >= T // 2, columns <= T // 2, packed, columns // 5 + 1, tree, late]).astype(np.int32)
+    segment = np.stack(
+        [columns >= 0, columns >= T // 2, columns <= T // 2, packed, columns // 5 + 1, tree, late]
+    ).astype(np.int32)
     prefix = segment.copy()
     prefix[-2] = np.array([0, 1, 1, 1, 4, 4])[tree]
     prefix[-1] = 1
-    index = np.array([[np.sum(np.isin(s[:t], [s[t], p[t]]) & (s[:t] > 0)) for t in range(T)] for s, p in zip(segment, prefix, strict=True)])
+    index = np.array(
+        [
+            [np.sum(np.isin(s[:t], [s[t], p[t]]) & (s[:t] > 0)) for t in range(T)]
+            for s, p in zip(segment, prefix, strict=True)
+        ]
+    )
     inputs = generator.normal(size=(4, len(segment), T, N, H))
     return inputs[:3], inputs[3] * (segment > 0)[..., None, None], (segment, prefix, index.astype(np.int32))
 

@@ -11,6 +11,7 @@ import pytest
 
 from cispo_jax import objectives, programs, sharding
 from cispo_jax.config import ConfigError, MeshSettings
+from cispo_jax.training.packing import Layout
 from cispo_jax.training.train_step import init_state, make_train_step
 from cispo_jax.types import Batch
 
@@ -18,7 +19,7 @@ from cispo_jax.types import Batch
 ARCHITECTURE = dataclasses.replace(debug_run.FAMILIES["minimax"], num_experts=8, num_layers=2, vocab_size=32)
 SETTINGS = debug_run.config(
     objective__num_minibatches=1, sampling__prompts_per_step=4, sampling__group_size=4, sampling__max_new_tokens=6,
-    objective__load_balance=0.1, objective__router_z=0.01, optimizer__eps=1e-8, model__remat=True,
+    objective__load_balance=0.1, objective__router_z=0.01, optimizer__eps=1e-8, model__remat="full",
 )  # fmt: skip
 B, S, T = 16, 5, 6
 ROUTERS = {"load_balance": 0.1, "router_z": 0.01}
@@ -39,35 +40,33 @@ def make_batch(expert_ids=None) -> Batch:
         [np.repeat(generator.integers(0, 32, (B // 4, S)), 4, axis=0), generator.integers(0, 32, (B, T))], axis=1
     )
     advantages = generator.normal(size=B).astype(np.float32)
-    return Batch(
-        tokens.astype(np.int32),
-        padding_mask,
-        loss_mask,
-        advantages,
-        old,
-        old,
-        np.arange(B, dtype=np.int32) // 4,
-        expert_ids,
-    )
+    coefficients = (loss_mask / loss_mask.sum()).astype(np.float32)
+    return Batch(tokens.astype(np.int32), padding_mask, loss_mask, coefficients, advantages, old, old, expert_ids)
 
 
 def mesh_of(sizes):
     return sharding.make_mesh(MeshSettings(*sizes), jax.devices()[: int(np.prod(sizes))])
 
 
-def moved(sizes, *, optimizer=None, rate=1.0, updates=1, batch=None, architecture=ARCHITECTURE, **options):
+def moved(
+    sizes, *, optimizer=None, rate=1.0, updates=1, batch=None, architecture=ARCHITECTURE, tokens=1_000, **options
+):
     """What `updates` updates take from the weights (once with rate 1 and no optimizer: the gradient), and the last metrics."""
     mesh = mesh_of(sizes)
     run = programs.make_programs(SETTINGS, architecture, mesh, prompt_width=S)
     optimizer = optimizer or optax.identity()
     abstract = jax.eval_shape(lambda: init_state(debug_run.model(architecture), optimizer))
     shardings = sharding.state_shardings(abstract, mesh)
-    options = {"aggregation": "token", "group_size": 4, "shardings": shardings, **ROUTERS, **options}
+    options = {"shardings": shardings, **ROUTERS, **options}
+    layout = Layout.of(
+        prompts=4, group_size=4, prompt=S, response=T, devices=sharding.batch_devices(mesh), pass_tokens=tokens
+    )
+    rows, _ = run.pack(make_batch() if batch is None else batch, layout)
     step = sharding.OnMesh(mesh, make_train_step(run.log_probs_fn, objectives.cispo_loss, optimizer, **options))
     state = jax.device_put(init_state(debug_run.model(architecture), optimizer), shardings)
     before = jax.device_get(state.model)
     for _ in range(updates):
-        state, metrics = step(state, run.shard_rows(make_batch() if batch is None else batch), np.float32(rate))
+        state, metrics = step(state, rows, np.float32(rate))
         jax.block_until_ready(metrics)
     return jax.tree.map(np.subtract, before, jax.device_get(state.model)), jax.device_get(metrics)
 
@@ -97,7 +96,7 @@ def test_every_mesh_gives_the_gradient_of_one_device(whole, sizes):
 
 def test_micro_batches_give_the_gradient_of_the_whole(whole):
     """Also of the load-balance loss, whose loads are those of the whole mini-batch."""
-    gradient, metrics = moved((1, 1, 1, 1), micro_batch_rows=4)
+    gradient, metrics = moved((1, 1, 1, 1), tokens=1)
     close(gradient, whole[0], 1e-5)
     np.testing.assert_allclose(metrics["loss"], whole[1]["loss"], rtol=1e-5)
 
@@ -163,7 +162,8 @@ def test_the_sampler_records_the_experts_of_every_token_it_fed(sampled):
 def test_replay_at_unchanged_weights_is_the_sampler_and_later_keeps_its_selection(sampled):
     run, _, _, rollout = sampled
     tokens, mask = debug_run.rows_of(rollout)
-    score = lambda model, ids: np.asarray(run.score_step(model, tokens, mask, T, ids))
+    options = dict(group_size=4, score=run.score_step)
+    score = lambda model, ids: debug_run.packed_log_probs(model, tokens, mask, T, expert_ids=ids, **options)
     model = debug_run.model(ARCHITECTURE)
     counted = rollout.loss_mask
     np.testing.assert_allclose(score(model, rollout.expert_ids)[counted], rollout.log_probs[counted], atol=2e-5)
@@ -172,9 +172,12 @@ def test_replay_at_unchanged_weights_is_the_sampler_and_later_keeps_its_selectio
         layer.mlp.router = type(layer.mlp.router)(-layer.mlp.router[...])
     replayed, anew = score(model, rollout.expert_ids), score(model, None)
     assert np.abs(replayed - anew)[counted].max() > 1e-3
-    log_probs, _, sums = run.log_probs_fn(model, tokens, mask, response_width=T, share=4, expert_ids=rollout.expert_ids)
-    np.testing.assert_allclose(np.asarray(log_probs)[counted], replayed[counted], atol=2e-5)
-    fed = int((counted & (np.arange(T) < rollout.lengths[:, None] - 1)).sum())
+    rows, _ = debug_run.pack(
+        debug_run.batch_of(tokens, mask, T, rollout.expert_ids), prompt=S, group_size=4, pass_tokens=1_000
+    )
+    _, _, sums = jax.jit(run.log_probs_fn)(model, jax.tree.map(lambda x: x[0], rows._replace(passes=None)))
+    # A prompt is there once for its group.
+    fed = int((counted & (np.arange(T) < rollout.lengths[:, None] - 1)).sum() + rollout.prompt_mask[::4].sum())
     assert sums.recorded_tokens == fed and sums.replaced_tokens > 0.5 * fed
     assert sums.replaced_tokens <= sums.replaced <= 2 * sums.replaced_tokens
 

@@ -16,6 +16,7 @@ from cispo_jax import building, models, sharding, weights
 from cispo_jax.config import Config, ConfigError, MeshSettings, SamplingMeshSettings, from_config_dict
 from cispo_jax.data import hub
 from cispo_jax.models import PRESETS
+from cispo_jax.training.packing import Layout
 from cispo_jax.weights import families
 from experiments.rehearse import shrink, stages, stand_ins
 from experiments.rehearse.rewards import varied
@@ -28,7 +29,7 @@ MAY_CHANGE = set(
     data.source data.eval_source data.directory data.train_size data.eval_size data.max_prompt_tokens
     rewards.rehearsal rewards.task rewards.workers rewards.overlong_buffer
     sampling.prompts_per_step sampling.group_size sampling.max_new_tokens sampling.batch_rows
-    objective.num_minibatches objective.num_epochs objective.micro_batch_rows optimizer.warmup sft.num_steps sft.batch_size
+    objective.num_minibatches objective.num_epochs objective.micro_batch_tokens optimizer.warmup sft.num_steps sft.batch_size
     evaluation.every evaluation.num_problems evaluation.samples evaluation.batch_rows checkpoint.every logging.wandb profile.steps
     """.split()
 )
@@ -54,34 +55,28 @@ def test_nothing_of_a_page_but_sizes_changes(name):
     changed = shrink.changes(config, shrink.shrink(config))
     assert changed.keys() <= MAY_CHANGE
     grown = [n for n, (before, after) in changed.items() if isinstance(before, int) and after > before > 0]
-    assert set(grown) <= {"mesh.fsdp", "num_steps"}, changed
+    assert set(grown) <= {"mesh.fsdp", "num_steps", "sampling.prompts_per_step"}, changed  # a row for each device
 
 
 COUNTS = [
-    # prompts, group, mini-batches, micro rows -> prompts, group, mini-batches, micro rows
-    ((512, 16, 16, 128), (8, 4, 2, 8)),  # 4 passes to a mini-batch: 2
-    ((16, 8, 16, 8), (2, 8, 2, 8)),  # one group is one pass
-    ((16, 8, 4, 0), (4, 4, 2, 0)),
-    ((8, 8, 1, 16), (4, 4, 1, 8)),  # one mini-batch stays one
-    ((4, 3, 2, 0), (8, 2, 2, 0)),  # a group must divide the rows of the devices
-    ((2, 32, 2, 8), (2, 16, 2, 8)),
+    # prompts, group, mini-batches -> prompts, group, mini-batches
+    ((512, 16, 16), (32, 4, 2)),
+    ((16, 8, 16), (2, 8, 2)),  # one group to a mini-batch
+    ((8, 8, 1), (16, 4, 1)),  # one mini-batch stays one
+    ((4, 3, 2), (32, 2, 2)),  # a group must divide the rows of the devices
+    ((2, 32, 2), (2, 8, 2)),
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), COUNTS)
 def test_what_was_several_stays_several(before, after):
-    names = (
-        "sampling__prompts_per_step",
-        "sampling__group_size",
-        "objective__num_minibatches",
-        "objective__micro_batch_rows",
-    )
+    names = ("sampling__prompts_per_step", "sampling__group_size", "objective__num_minibatches")
     small = shrink.shrink(settings(**dict(zip(names, before, strict=True))))
-    sampling, objective = small.sampling, small.objective
-    found = (sampling.prompts_per_step, sampling.group_size, objective.num_minibatches, objective.micro_batch_rows)
-    assert found == after
-    rows = sampling.prompts_per_step // objective.num_minibatches * sampling.group_size
-    assert (objective.micro_batch_rows or rows) % shrink.DEVICES == 0
+    sampling, minibatches = small.sampling, small.objective.num_minibatches
+    assert (sampling.prompts_per_step, sampling.group_size, minibatches) == after
+    groups = sampling.prompts_per_step // minibatches
+    layout = Layout.of(prompts=groups, group_size=sampling.group_size, prompt=30, response=16, devices=shrink.DEVICES)
+    assert (layout.passes > 1) == (before[0] // before[2] > 1) and layout.rows == shrink.DEVICES
 
 
 def test_lengths_keep_their_proportions():
@@ -96,7 +91,7 @@ def test_lengths_keep_their_proportions():
     assert shrink.shrink(long, demonstration=40).sampling.max_new_tokens == 40
     off = shrink.shrink(settings())
     assert (off.rewards.overlong_buffer, off.optimizer.warmup, off.sampling.batch_rows, off.rewards.workers) == (0,) * 4
-    assert off.objective.micro_batch_rows == 0 and off.sft.num_steps == 0 and off.evaluation.samples == 0
+    assert off.objective.micro_batch_tokens == 0 and off.sft.num_steps == 0 and off.evaluation.samples == 0
 
 
 def test_a_reward_of_ones_own_stays_alone_with_the_rehearsals():
@@ -292,7 +287,7 @@ def test_errors_are_those_of_training(tmp_path):
         "template": [debug, "--config.data.template=nowhere.jinja"],
         "preset": [debug, "--config.model.preset=debg"],
         "unknown": [debug, "--config.samplng.group_size=2"],
-        "rows": [debug, "--config.objective.micro_batch_rows=3"],
+        "rows": [debug, "--config.objective.micro_batch_tokens=-3"],
         "hub": [debug, "--config.model.weights=hf:Qwen"],
         "data": [debug, "--config.data.source=problems.csv"],
         "no_page": [],
@@ -311,10 +306,10 @@ def test_errors_are_those_of_training(tmp_path):
 def test_the_mesh_is_checked_at_full_size(tmp_path):
     page = "--config=configs/qwen2p5_32b_dapo_math.py"
     too_many, used = commands.run(
-        ["experiments.rehearse", page, "--devices=256", f"--workdir={tmp_path / 'x'}"],
+        ["experiments.rehearse", page, "--devices=1024", f"--workdir={tmp_path / 'x'}"],
         ["experiments.rehearse", page, f"--workdir={Path(__file__).parent}"],
     )
-    assert too_many[0] == 2 and "valid are multiples of 256" in " ".join(too_many[2].split())
+    assert too_many[0] == 2 and "are fewer than the 1024 devices" in " ".join(too_many[2].split())
     assert used[0] == 2 and "is not empty" in used[2]
 
 
@@ -325,7 +320,7 @@ def test_an_error_in_the_middle_of_the_run(tmp_path):
         "    assert responses[0] == examples[0]['answer'], 'not an answer'\n"
         "    return [1.0] * len(responses)\n"
     )
-    small = ["--config.evaluation.samples=0", "--config.model.remat=False"]
+    small = ["--config.evaluation.samples=0", "--config.model.remat=off"]
     done = run(
         "--config=configs/debug.py", f"--config.rewards.strict={tmp_path}/strict.py:reward", f"--workdir={tmp_path / 'here'}", *small
     )  # fmt: skip

@@ -48,10 +48,7 @@ def equal(a, b):
 def test_recorded_log_probs_are_the_trainers(model, temperature):
     """Unchanged weights: the ratio is 1 at every temperature, for every prompt length (O-10, O-11)."""
     rollout = sample(model, temperature=temperature)
-    trainer = jax.jit(
-        lambda *args: debug_run.log_probs_fn(*args, response_width=6, share=2, temperature=temperature)[0]
-    )
-    expected = np.asarray(trainer(model, *debug_run.rows_of(rollout)))
+    expected = debug_run.packed_log_probs(model, *debug_run.rows_of(rollout), 6, group_size=2, temperature=temperature)
     mask = rollout.loss_mask
     np.testing.assert_allclose(rollout.log_probs[mask], expected[mask], rtol=0, atol=1e-5)
     assert rollout.log_probs.dtype == np.float32
@@ -66,8 +63,7 @@ def test_recorded_log_probs_are_the_trainers(model, temperature):
 def test_the_record_is_the_trainers_for_every_kind_of_layer(family):
     model = debug_run.model(debug_run.FAMILIES[family])
     rollout = sample(model, temperature=0.8, eos_ids=range(0, 17, 3))  # so many that lengths differ
-    trainer = jax.jit(lambda *args: debug_run.log_probs_fn(*args, response_width=6, share=2, temperature=0.8)[0])
-    expected = np.asarray(trainer(model, *debug_run.rows_of(rollout)))
+    expected = debug_run.packed_log_probs(model, *debug_run.rows_of(rollout), 6, group_size=2, temperature=0.8)
     mask = rollout.loss_mask
     np.testing.assert_allclose(rollout.log_probs[mask], expected[mask], rtol=0, atol=2e-5)
     assert len(set(rollout.lengths)) > 1
@@ -90,8 +86,7 @@ def test_bfloat16_record_stays_near_the_trainers(model):
         jax.eval_shape(lambda: model), debug_run.mesh(), jnp.dtype(settings.model.dtype)
     )
     rollout = sample(to_sampling(model), dtype=jnp.bfloat16)
-    trainer = jax.jit(lambda *args: debug_run.log_probs_fn(*args, response_width=6, share=2, dtype=jnp.bfloat16)[0])
-    expected = np.asarray(trainer(model, *debug_run.rows_of(rollout)))
+    expected = debug_run.packed_log_probs(model, *debug_run.rows_of(rollout), 6, group_size=2, dtype=jnp.bfloat16)
     mismatch = np.abs(np.exp(expected - rollout.log_probs) - 1)[rollout.loss_mask]
     assert mismatch.mean() < 5e-3, mismatch.mean()
 

@@ -5,16 +5,17 @@ import jax
 import numpy as np
 
 from cispo_jax.config import SftSettings
-from cispo_jax.training.sft import pack_rows, warm_start
+from cispo_jax.training.sft import padded, warm_start
 
 PAIRS = [([3, 1, 4], [5, 2]), ([6], [7, 8, 2]), ([9, 9], [2]), ([1, 1, 1], [4, 4, 2])]
 
 
 def test_rows_are_laid_out_as_the_sampler_does():
-    tokens, padding, loss = pack_rows(PAIRS[:3], 3, 4)
+    tokens, padding, loss, coefficients, *_ = padded(PAIRS[:3], 3, 4)
     np.testing.assert_array_equal(tokens, [[3, 1, 4, 5, 2, 0, 0], [0, 0, 6, 7, 8, 2, 0], [0, 9, 9, 2, 0, 0, 0]])
     np.testing.assert_array_equal(padding, [[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0]])
     np.testing.assert_array_equal(loss, [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+    np.testing.assert_allclose(coefficients, loss / 6)
 
 
 def start(steps, **settings):
@@ -32,6 +33,7 @@ def start(steps, **settings):
         log_probs_fn=debug_run.log_probs_fn,
         prompt_width=3,
         response_width=4,
+        place=lambda batch: debug_run.pack(batch, prompt=3)[0],
     )
     history = [(update, loss) for update, model, loss in updates]
     return history, taken
@@ -39,7 +41,7 @@ def start(steps, **settings):
 
 def test_the_loss_is_the_token_mean_of_the_responses_and_falls():
     history, taken = start(30)
-    tokens, padding, mask = pack_rows(PAIRS, 3, 4)
+    tokens, padding, mask, *_ = padded(PAIRS, 3, 4)
     log_probs, _ = jax.jit(lambda m: debug_run.plain_log_probs(m, tokens, padding, 4))(debug_run.model())
     np.testing.assert_allclose(history[0][1], -np.asarray(log_probs)[mask].mean(), rtol=1e-5)
     assert [update for update, _ in history] == list(range(1, 31))

@@ -70,7 +70,9 @@ def whole_rows(model, tokens, padding_mask):
     """Log-probs and entropy by the book, of either policy."""
     if isinstance(model, dict):
         log_p = jax.nn.log_softmax(model["table"][tokens[:, -T - 1 : -1]])
-        return jnp.take_along_axis(log_p, tokens[:, -T:, None], axis=-1)[..., 0], -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        return jnp.take_along_axis(log_p, tokens[:, -T:, None], axis=-1)[..., 0], -jnp.sum(
+            jnp.exp(log_p) * log_p, axis=-1
+        )
     return debug_run.plain_log_probs(model, tokens, padding_mask, T)
 
 
@@ -166,7 +168,11 @@ def whole_bigram():
     return moved(bigram(), make_batch(), pass_tokens=1_000)
 
 
-@pytest.mark.parametrize("layout", [{}, {"packed": False}, {"packed": False, "pass_tokens": 1}, {"packed": False, "pass_tokens": 20}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"packed": False}, {"packed": False, "pass_tokens": 1}, {"packed": False, "pass_tokens": 20}],
+    ids=str,
+)
 def test_passes_add_up(whole_bigram, layout):
     gradient, metrics = moved(bigram(), make_batch(), **layout)
     close(gradient, whole_bigram[0])
@@ -217,9 +223,7 @@ def test_the_state_is_donated_and_steps_compile_once_on_a_mesh(model):
     mesh = debug_run.mesh(fsdp=4)
     optimizer = make_optimizer(OptimizerSettings())
     shardings = sharding.state_shardings(jax.eval_shape(lambda: init_state(model, optimizer)), mesh)
-    step = make_train_step(
-        debug_run.log_probs_fn, objectives.cispo_loss, optimizer, shardings=shardings
-    )
+    step = make_train_step(debug_run.log_probs_fn, objectives.cispo_loss, optimizer, shardings=shardings)
     state = jax.device_put(init_state(jax.tree.map(jnp.array, model), optimizer), shardings)
     compiled = []
     for seed in range(3):

@@ -235,8 +235,8 @@ def test_truncated_responses_may_leave_the_loss_but_not_the_statistics(tmp_path,
 
     def spy(*a, **k):
         built = build(*a, **k)
-        step = built.train_step
-        built.train_step = lambda state, batch, rate: batches.append(jax.device_get(batch)) or step(state, batch, rate)
+        pack = built.pack
+        built.pack = lambda batch: batches.append(batch) or pack(batch)
         return built
 
     monkeypatch.setattr(building, "build", spy)
@@ -244,9 +244,7 @@ def test_truncated_responses_may_leave_the_loss_but_not_the_statistics(tmp_path,
     rows = samples(tmp_path, 1)
     truncated = np.array([row["finish_reason"] == "length" for row in rows])
     assert 0 < truncated.sum() < len(rows)
-    loss_mask, advantages = (
-        np.concatenate([getattr(b, name) for b in batches]) for name in ("loss_mask", "advantages")
-    )
+    loss_mask, advantages = batches[-1].loss_mask, batches[-1].advantages
     # All groups are live, in one mini-batch: rows stay in the order in which they were sampled.
     assert not loss_mask[truncated].any() and loss_mask[~truncated].any(axis=1).all()
     rewards = np.array([row["reward"] for row in rows]).reshape(4, 4)
@@ -263,11 +261,11 @@ def test_truncated_responses_may_leave_the_loss_but_not_the_statistics(tmp_path,
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(objective__num_minibatches=1, objective__num_epochs=4, objective__anchor="rollout", objective__micro_batch_rows=4,
+        dict(objective__num_minibatches=1, objective__num_epochs=4, objective__anchor="rollout", objective__micro_batch_tokens=1,
              objective__name="unified", objective__mask_epsilon_high=0.28, objective__aggregation="constant",
              objective__advantage_scale="none"),
         dict(objective__name="gspo", objective__advantage="rloo", objective__truncated_importance_cap=2.0, model__dtype="bfloat16",
-             model__remat=True),
+             model__remat="full"),
     ],
     ids=["epochs_rollout_unified_constant", "gspo_rloo_cap_bf16"],
 )  # fmt: skip
@@ -368,7 +366,7 @@ def test_an_objective_outside_the_package_trains_with_all_diagnostics(tmp_path):
     """SAPO (arXiv:2511.20347) in twenty lines, by file name."""
     (tmp_path / "sapo.py").write_text(SAPO)
     found = run(
-        tmp_path / "run", steps=1, objective__name=f"{tmp_path}/sapo.py:sapo_loss", objective__micro_batch_rows=2
+        tmp_path / "run", steps=1, objective__name=f"{tmp_path}/sapo.py:sapo_loss", objective__micro_batch_tokens=2
     )
     line = found[1]
     assert line["updates"] == 4 and line["grad/norm"] > 0
@@ -380,8 +378,8 @@ def test_an_objective_that_reduces_by_itself_trains_whole_minibatches_only(tmp_p
         term = jax.numpy.where(loss_mask, log_probs * advantages[:, None], 0)
         return -term.sum() / loss_mask.sum(), {}
 
-    with pytest.raises(ConfigError, match="micro_batch_rows=2"):
-        run(tmp_path / "a", objective=own_mean, objective__micro_batch_rows=2)
+    with pytest.raises(ConfigError, match="micro_batch_tokens=2"):
+        run(tmp_path / "a", objective=own_mean, objective__micro_batch_tokens=2)
     assert not (tmp_path / "a").exists()
     assert run(tmp_path / "b", objective=own_mean, steps=1)[1]["updates"] == 4
 

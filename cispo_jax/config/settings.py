@@ -31,7 +31,9 @@ class ModelSettings:
     weights: str = ""  # "" = random; a model folder, hf:org/name@revision, a .gguf file, package:NAME (a .gguf in a Python package)
     tokenizer: str = ""  # "" = the weights' own; characters:ABC = one token a character; a tokenizer.json, or a model as in `weights`
     dtype: str = "float32"  # compute dtype: float32 | bfloat16; parameters, optimizer, head and softmax stay float32
-    remat: str = "full"  # what the backward pass computes again: full = each layer (a third more compute) | attention | off
+    remat: str = (
+        "full"  # what the backward pass computes again: full = each layer (a third more compute) | attention | off
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class ObjectiveSettings:
     aggregation: str | None = None  # token | prompt | sequence | constant; None = the objective's own default
     num_minibatches: int = 16  # a rollout batch is split into so many mini-batches of whole groups ...
     num_epochs: int = 1  # ... and passed over so many times: updates a step = num_minibatches x num_epochs
-    packing: bool = True  # responses of any length share rows without padding; False: one a row, padded to max_new_tokens
+    packing: bool = (
+        True  # responses of any length share rows without padding; False: one a row, padded to max_new_tokens
+    )
     micro_batch_tokens: int = 0  # of one device in one forward and backward pass, at least one row; 0 = chosen
     anchor: str = (
         "old"  # denominator of the ratio: old = a forward pass of the trainer | rollout = the sampler's record

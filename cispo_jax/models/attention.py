@@ -117,7 +117,7 @@ def attend(
         outputs = []
         for start in range(0, T, size):
             end = min(start + size, T)
-            seen = _sees(*(x[:, start:end] for x in ids), ids[0][:, :end], start, 0)
+            seen = _sees(ids[0][:, start:end], ids[1][:, start:end], segment_BT[:, :end], start, 0)
             outputs.append(_at_once(query_BTNH[:, start:end], key_BTMH[:, :end], value_BTMH[:, :end], seen))
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 

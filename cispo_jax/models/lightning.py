@@ -128,24 +128,26 @@ def lightning_attention(
         weight = jnp.where(seen[:, None], jnp.exp(-slope_N[None, :, None, None] * jnp.maximum(age, 0)), 0)
         heads = jnp.einsum("bnts,bsnh->btnh", weight * jnp.einsum("btnh,bsnh->bnts", query, key), value)
         for state in states:
-            reach = jnp.where(sees(state.segment[:, None])[..., None], decay(index - state.index[:, None]), 0)
+            reach = jnp.where(sees(state.segment[:, None])[..., None], decay(index - state.last[:, None]), 0)
             heads = heads + jnp.einsum("btnh,bnhk->btnk", query * reach[..., None], state.sum)
 
         # What later blocks may see: the segment that the last token belongs to, and its prefix.
         last = jnp.max(jnp.where(segment > 0, jnp.arange(size)[None], -1), axis=1)
         of_last = lambda x: jnp.take_along_axis(x, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
-        wanted = [jnp.where(last >= 0, of_last(x), s.segment) for x, s in zip((segment, *prefixes), states, strict=True)]
+        wanted = [
+            jnp.where(last >= 0, of_last(x), s.segment) for x, s in zip((segment, *prefixes), states, strict=True)
+        ]
 
         def carried(of: jax.Array) -> _State:
             """The state of segment `of` [B] after its last token up to here."""
             mine = (segment == of[:, None]) & (of > 0)[:, None]
             end = jnp.max(jnp.where(mine, index, 0), axis=1)
             for state in states:
-                end = jnp.where(state.segment == of, jnp.maximum(end, state.index), end)
+                end = jnp.where(state.segment == of, jnp.maximum(end, state.last), end)
             left = jnp.where(mine[..., None], decay(end[:, None] - index), 0)
             total = jnp.einsum("bsnh,bsnk->bnhk", key * left[..., None], value)
             for state in states:
-                keeps = jnp.where((state.segment == of)[:, None], decay(end - state.index), 0)
+                keeps = jnp.where((state.segment == of)[:, None], decay(end - state.last), 0)
                 total = total + keeps[..., None, None] * state.sum
             return _State(of, end, total)
 
@@ -163,5 +165,5 @@ class _State(NamedTuple):
     """What the tokens of a segment so far have left, in each row; segment 0: nothing."""
 
     segment: jax.Array  # [B]
-    index: jax.Array  # [B], of its last token
+    last: jax.Array  # [B], index of its last token
     sum: jax.Array  # [B, N, H, H]

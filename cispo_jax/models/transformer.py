@@ -320,7 +320,9 @@ def decode_step(
     inputs = (list(model.layers), _by_place(jnp.asarray(slopes(model.config)), model.config))
 
     def layer(index, block: Block, x_BTD, slope_N, stacked):
-        return block(x_BTD, lambda attention, x_BTD: attention.step(x_BTD, rotary, slope_N, stacked, mask_BS, index, slot))
+        return block(
+            x_BTD, lambda attention, x_BTD: attention.step(x_BTD, rotary, slope_N, stacked, mask_BS, index, slot)
+        )
 
     def period(index, carry):
         x_BTD, memory, ids_BSLK = carry

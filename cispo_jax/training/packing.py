@@ -8,7 +8,9 @@ the compiled step is given. Plain NumPy, the same in every process.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import numpy as np
 
 from cispo_jax.types import Batch, Packed
@@ -33,7 +35,14 @@ class Layout:
 
     @staticmethod
     def of(
-        *, prompts: int, group_size: int, prompt: int, response: int, devices: int = 1, pass_tokens: int = 0, packed: bool = True
+        *,
+        prompts: int,
+        group_size: int,
+        prompt: int,
+        response: int,
+        devices: int = 1,
+        pass_tokens: int = 0,
+        packed: bool = True,
     ) -> Layout:
         """For `prompts` groups of responses, of at most so many tokens of prompt and of response.
 
@@ -44,17 +53,15 @@ class Layout:
         X, Y, share = prompt + response - 1, response, 1
         rows = prompts * group_size
         if packed:
-            # Full responses of a group split evenly over as few rows as are short enough.
+            # Full responses of a group split evenly over as few rows as are short enough and give every device one.
             for of_group in range(1, group_size + 1):
                 share = -(-group_size // of_group)
                 X, Y, rows = prompt + share * (response - 1), share * response, prompts * of_group
-                if X <= ROW_TOKENS:
+                if X <= ROW_TOKENS and rows >= devices:
                     break
         of_device = -(-rows // devices)
-        if pass_tokens:
-            height = min(max(1, pass_tokens // X), of_device)
-        else:
-            height = max(1, min(-(-of_device // PASSES), PASS_TOKENS // X))
+        chosen = min(-(-of_device // PASSES), PASS_TOKENS // X)
+        height = min(max(1, pass_tokens // X if pass_tokens else chosen), of_device)
         return Layout(-(-of_device // height), height * devices, devices, X, Y, share, packed)
 
 
@@ -85,7 +92,10 @@ def pack(batch: Batch, layout: Layout) -> tuple[Packed, Places]:
     keys = [b"".join(x[i, columns].tobytes() for x in (batch.tokens, *replayed)) for i, columns in enumerate(prompts)]
     rows = assign(keys, np.array([len(columns) for columns in prompts]), lengths, layout)
     passes = max(1, -(-len(rows) // layout.rows))
-    flat = _empty(layout, batch)
+    experts = () if batch.expert_ids is None else batch.expert_ids.shape[2:]
+    packed = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes(layout, experts))
+    if experts:
+        packed.expert_ids.fill(NO_EXPERT)
     places = Places(np.full(len(lengths), -1), np.zeros(len(lengths), int), lengths)
     of_device = layout.rows // layout.devices
     size = lambda row: -sum(int(lengths[responses].sum()) for responses in row)
@@ -93,9 +103,9 @@ def pack(batch: Batch, layout: Layout) -> tuple[Packed, Places]:
         # From the longest down, in turn to each pass and in it to each device: all get their share.
         in_pass = index // passes
         at = index % passes * layout.rows + in_pass % layout.devices * of_device + in_pass // layout.devices
-        _fill({name: x[at] for name, x in flat.items()}, at, row, batch, prompts, places)
-    shaped = {name: x.reshape(layout.passes, layout.rows, *x.shape[1:]) for name, x in flat.items()}
-    return Packed(passes=np.int32(passes), **shaped), places
+        into = jax.tree.map(lambda x, at=at: x[divmod(at, layout.rows)], packed._replace(passes=None))
+        _fill(into, at, row, batch, prompts, places)
+    return packed._replace(passes=np.int32(passes)), places
 
 
 def assign(keys: list[bytes], prompt_lengths: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[list[list[int]]]:
@@ -104,10 +114,10 @@ def assign(keys: list[bytes], prompt_lengths: np.ndarray, lengths: np.ndarray, l
     Best fit, long ones first and the responses to a prompt one after the other; a row that has the prompt already costs less.
     """
     of_prompt: dict[bytes, list[int]] = {}
-    for i in np.flatnonzero(lengths):
-        of_prompt.setdefault(keys[i], []).append(int(i))
-    groups = [sorted(group, key=lambda i: -lengths[i]) for group in of_prompt.values()]
-    groups.sort(key=lambda group: -lengths[group].sum())
+    for trained in np.flatnonzero(lengths).tolist():
+        of_prompt.setdefault(keys[trained], []).append(trained)
+    groups = [sorted(group, key=lambda i: -int(lengths[i])) for group in of_prompt.values()]
+    groups.sort(key=lambda group: -int(lengths[group].sum()))
     if not layout.packed:
         return [[[i]] for group in groups for i in group]
     rows: list[list[list[int]]] = []
@@ -123,10 +133,10 @@ def assign(keys: list[bytes], prompt_lengths: np.ndarray, lengths: np.ndarray, l
             fits = np.flatnonzero((left >= 0).all(axis=1))
             if fits.size:
                 row = int(fits[np.lexsort((left[fits].sum(axis=1), cost[fits]))[0]])
+            elif len(rows) == limit:
+                return _evenly(groups, layout)
             else:
                 row = len(rows)
-                if row == limit:
-                    return _evenly(groups, layout)
                 rows.append([])
             if row not in of_group:
                 of_group[row] = []
@@ -143,24 +153,22 @@ def _evenly(groups: list[list[int]], layout: Layout) -> list[list[list[int]]]:
     return [[group[i : i + longest]] for group in groups for i in range(0, len(group), longest)]
 
 
-def _empty(layout: Layout, batch: Batch) -> dict[str, np.ndarray]:
-    rows = layout.passes * layout.rows
-    X, Y = (rows, layout.tokens), (rows, layout.responses)
+def shapes(layout: Layout, experts: tuple[int, ...] = ()) -> Packed:
+    """Shapes and types of a packed mini-batch; `experts`: (L, K) of the selections to replay."""
+    X, Y = ((layout.passes, layout.rows, width) for width in (layout.tokens, layout.responses))
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    types: dict[str, Any] = dict.fromkeys(Packed._fields, np.float32)
+    types |= dict.fromkeys(("source", "targets", "response_ids"), np.int32) | {"loss_mask": np.bool_}
     of_tokens = ("tokens", "segment_ids", "prefix_ids", "positions", "weights")
-    of_responses = ("source", "targets", "response_ids")
-    of_loss = ("coefficients", "advantages", "rollout_log_probs", "old_log_probs")
-    arrays = {name: np.zeros(X, np.int32) for name in of_tokens}
-    arrays |= {name: np.zeros(Y, np.int32) for name in of_responses}
-    arrays |= {name: np.zeros(Y, np.float32) for name in of_loss}
-    arrays["loss_mask"] = np.zeros(Y, bool)
-    if batch.expert_ids is not None:
-        arrays["expert_ids"] = np.full((*X, *batch.expert_ids.shape[2:]), NO_EXPERT, batch.expert_ids.dtype)
-    return arrays
+    arrays: dict[str, Any] = {name: of(Y, dtype) for name, dtype in types.items()} | {
+        name: of(X, np.int32) for name in of_tokens
+    }
+    return Packed(
+        **arrays | {"passes": of((), np.int32), "expert_ids": of((*X, *experts), np.int16) if experts else None}
+    )
 
 
-def _fill(
-    into: dict[str, np.ndarray], at: int, row: list[list[int]], batch: Batch, prompts: list[np.ndarray], places: Places
-) -> None:
+def _fill(into: Packed, at: int, row: list[list[int]], batch: Batch, prompts: list[np.ndarray], places: Places) -> None:
     """Writes one row: prompt, responses, prompt, responses, ..."""
     S = batch.tokens.shape[1] - batch.loss_mask.shape[1]
     x = y = 0  # the next column of tokens and of predicted tokens
@@ -170,11 +178,11 @@ def _fill(
         nonlocal x, segment
         segment += 1
         new = slice(x, x + len(columns))
-        into["tokens"][new] = batch.tokens[i, columns]
-        into["segment_ids"][new], into["prefix_ids"][new], into["weights"][new] = segment, prefix or segment, weight
-        into["positions"][new] = position + np.arange(len(columns))
-        if batch.expert_ids is not None:
-            into["expert_ids"][new] = batch.expert_ids[i, columns]
+        into.tokens[new] = batch.tokens[i, columns]
+        into.segment_ids[new], into.prefix_ids[new], into.weights[new] = segment, prefix or segment, weight
+        into.positions[new] = position + np.arange(len(columns))
+        if batch.expert_ids is not None and into.expert_ids is not None:
+            into.expert_ids[new] = batch.expert_ids[i, columns]
         x += len(columns)
 
     for group in row:
@@ -185,12 +193,12 @@ def _fill(
             n = places.lengths[i]
             new = slice(y, y + n)
             response += 1
-            into["source"][new] = np.concatenate([[end], x + np.arange(n - 1)])
-            into["targets"][new] = batch.tokens[i, S : S + n]
-            into["response_ids"][new] = response
-            into["advantages"][new] = batch.advantages[i]
+            into.source[new] = np.concatenate([[end], x + np.arange(n - 1)])
+            into.targets[new] = batch.tokens[i, S : S + n]
+            into.response_ids[new] = response
+            into.advantages[new] = batch.advantages[i]
             for name in ("loss_mask", "coefficients", "rollout_log_probs", "old_log_probs"):
-                into[name][new] = getattr(batch, name)[i, :n]
+                getattr(into, name)[new] = getattr(batch, name)[i, :n]
             tokens(i, S + np.arange(n - 1), position=len(columns), prefix=prompt, weight=1)
             places.row[i], places.start[i] = at, y
             y += n

@@ -65,9 +65,7 @@ def warm_start(
         yield update + 1, state.model, float(loss)
 
 
-def padded(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], prompt_width: int, response_width: int
-) -> Batch:
+def padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]], prompt_width: int, response_width: int) -> Batch:
     """Demonstrations as a mini-batch whose loss is the mean over response tokens, laid out as the sampler does."""
     B, S = len(rows), prompt_width
     tokens = np.zeros((B, S + response_width), np.int32)

@@ -77,7 +77,9 @@ def make_train_step(
             routed = lambda rows: log_probs_fn(state.model, rows)[2]
             whole = over_passes(routed, batch, lambda a, b: a.plus(b))
         value_and_grad = jax.value_and_grad(loss_of_pass, has_aux=True)
-        (loss, (sums, router)), gradient = over_passes(lambda rows: value_and_grad(state.model, rows, whole), batch, _add)
+        (loss, (sums, router)), gradient = over_passes(
+            lambda rows: value_and_grad(state.model, rows, whole), batch, _add
+        )
 
         def move(state: TrainState) -> TrainState:
             direction, moments = optimizer.update(gradient, state.optimizer, state.model)
@@ -119,7 +121,8 @@ def over_passes(function: Callable[[Packed], Any], batch: Packed, add: Callable[
         return function(_pass(batch, 0))
     shapes = jax.eval_shape(function, _pass(batch, 0))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.fori_loop(0, batch.passes, lambda i, total: add(total, function(_pass(batch, i))), zero)
+    with jax.named_scope(f"passes_{len(batch.tokens)}"):  # at most: the plan reads it
+        return jax.lax.fori_loop(0, batch.passes, lambda i, total: add(total, function(_pass(batch, i))), zero)
 
 
 def make_score_step(log_probs_fn: LogProbsFn) -> Callable[[Any, Packed], jax.Array]:

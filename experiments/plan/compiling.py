@@ -18,7 +18,9 @@ from cispo_jax.config import Config
 from cispo_jax.programs import Programs, make_programs
 from cispo_jax.sampling import decode
 from cispo_jax.sampling.draw import Choice, Rules
-from cispo_jax.types import Batch
+from cispo_jax.training import packing
+from cispo_jax.training.packing import Layout
+from cispo_jax.types import Packed
 from experiments.plan.hlo import Program
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -28,21 +30,24 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Sizes:
     """Rows and columns of the programs."""
 
-    rows: int  # of an update
+    rows: int  # of an update whose responses are all as long as they may be
     micro_rows: int  # of one forward and backward pass
+    columns: int  # of tokens in such a row
+    targets: int  # predicted tokens in it
     decode_rows: int  # responses decoded at a time
     prompts: int  # prefilled for them
     prompt: int  # columns of a prompt
     response: int  # of a response
 
     @staticmethod
-    def of(config: Config) -> Sizes:
+    def of(config: Config, layout: Layout) -> Sizes:
         G, P = config.sampling.group_size, config.sampling.prompts_per_step
-        rows = P // config.objective.num_minibatches * G
         decode_rows = config.sampling.batch_rows or P * G
         return Sizes(
-            rows=rows,
-            micro_rows=config.objective.micro_batch_rows or rows,
+            rows=layout.passes * layout.rows,
+            micro_rows=layout.rows,
+            columns=layout.tokens,
+            targets=layout.responses,
             decode_rows=decode_rows,
             prompts=decode_rows // G,
             prompt=config.data.max_prompt_tokens,
@@ -69,35 +74,21 @@ class Lowered:
     """The programs of a run with the shapes and layouts of their arguments; each method lowers one of them."""
 
     def __init__(self, config: Config, architecture: models.TransformerConfig, mesh: jax.sharding.Mesh):
-        self.config, self.sizes = config, Sizes.of(config)
-        self.programs: Programs = make_programs(config, architecture, mesh, prompt_width=self.sizes.prompt)
+        self.config = config
+        self.programs: Programs = make_programs(config, architecture, mesh, prompt_width=config.data.max_prompt_tokens)
+        self.sizes = Sizes.of(config, self.programs.layout)
         self.state = _placed(self.programs.abstract_state, self.programs.shardings)
 
     def train_step(self):
         return self.programs.train_step.lower(self.state, self.batch(), jax.ShapeDtypeStruct((), jnp.float32))
 
-    def batch(self) -> Batch:
+    def batch(self) -> Packed:
         """A mini-batch as the trainer hands it to the step."""
-        B, S, T = self.sizes.rows, self.sizes.prompt, self.sizes.response
-        split = sharding.batch_sharding(self.programs.mesh)
-
-        def row(dtype, *shape) -> Any:  # in place of an array
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
-
-        replayed = None
-        if self.config.objective.routing_replay:
-            architecture = self.state.model.config
-            replayed = row(jnp.int16, B, S + T, architecture.num_layers, architecture.experts_per_token)
-        return Batch(
-            tokens=row(jnp.int32, B, S + T),
-            padding_mask=row(jnp.bool, B, S + T),
-            loss_mask=row(jnp.bool, B, T),
-            advantages=row(jnp.float32, B),
-            rollout_log_probs=row(jnp.float32, B, T),
-            old_log_probs=row(jnp.float32, B, T),
-            group_ids=row(jnp.int32, B),
-            expert_ids=replayed,
-        )  # fmt: skip
+        architecture = self.state.model.config
+        replayed = (architecture.num_layers, architecture.experts_per_token) * self.config.objective.routing_replay
+        layout = sharding.passes_layout(self.programs.mesh)
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout(x))
+        return jax.tree.map(place, packing.shapes(self.programs.layout, replayed))
 
     def reshard(self):
         if not hasattr(self.programs.to_sampling, "lower"):

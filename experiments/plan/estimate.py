@@ -33,15 +33,6 @@ class Split:
         return Split(rows, shape["tensor"], shape["expert"])
 
 
-def share_of(config: Config, sizes: Sizes, split: Split) -> int:
-    """Rows that share a computed prompt: those of a group that lie on one device (`programs.log_probs_fn`)."""
-    share = config.sampling.group_size
-    per_device = max(1, sizes.micro_rows // split.rows)
-    while share > 1 and (per_device % share or sizes.micro_rows % share):
-        share -= 1
-    return share
-
-
 def width(config: Config) -> int:
     return jnp.dtype(config.model.dtype).itemsize
 
@@ -64,15 +55,14 @@ def train_temporaries(config: Config, architecture: models.TransformerConfig, si
     """Gradients, saved activations, one layer's work, the head."""
     w, parameters = width(config), bytes_of_device(state.model)
     rows = sizes.micro_rows / split.rows
-    share = share_of(config, sizes, split)
-    tokens = rows * (sizes.response + sizes.prompt / share)
+    tokens = rows * sizes.columns
     D, V = architecture.embed_dim, architecture.vocab_size / split.tensor
     gradients = parameters * (2 if sizes.micro_rows < sizes.rows else 1)
     layer_work = tokens * w * layer_width(architecture, split)
-    saved = tokens * D * w if config.model.remat else layer_work
+    saved = tokens * D * w if config.model.remat == "full" else layer_work
     weights = 3 * largest_layer(architecture, split) * w if split.rows > 1 else 0
-    head = 3 * D * V * 4 + 3 * CHUNK_TOKENS * V * 4 + rows * sizes.response * D * 3 * w
-    scores = 3 * rows * (architecture.num_heads / split.tensor) * min(BLOCK * BLOCK, sizes.response**2) * 4
+    head = 3 * D * V * 4 + 3 * CHUNK_TOKENS * V * 4 + rows * sizes.targets * D * 3 * w
+    scores = 3 * rows * (architecture.num_heads / split.tensor) * min(BLOCK * BLOCK, sizes.columns**2) * 4
     return int(gradients + architecture.num_layers * saved + 2 * layer_work + weights + head + scores)
 
 
@@ -131,11 +121,11 @@ def train_traffic(config: Config, architecture, sizes: Sizes, split: Split, stat
     passes = sizes.rows // sizes.micro_rows
     held = models.count_parameters(architecture).total / split.tensor / split.expert * w
     rows = sizes.rows / split.rows
-    tokens = rows * (sizes.response + sizes.prompt / share_of(config, sizes, split))
-    forward = 2 if config.model.remat else 1
+    tokens = rows * sizes.columns
+    forward = 2 if config.model.remat == "full" else 1
     activations = (forward + 2) * architecture.num_layers * tokens * layer_width(architecture, split) * w * 2
     softmax = sum(architecture.kinds(i)[0] == "softmax" for i in range(architecture.num_layers))
-    pairs = flops.scores(sizes.response - 1, sizes.prompt + sizes.response - 1)
+    pairs = flops.scores(sizes.columns)
     # Written and read, as float32 and in the compute dtype, in each pass.
     scores = (forward + 2) * softmax * rows * pairs * architecture.num_heads / split.tensor * 2 * (4 + w)
     return (forward + 1) * passes * held + activations + scores + 8 * parameters

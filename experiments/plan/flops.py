@@ -7,16 +7,16 @@ what causality rules out. Norms, rotary positions, softmax and the optimizer are
 from __future__ import annotations
 
 from cispo_jax.models import TransformerConfig
-from cispo_jax.models.attention import BLOCK
+from cispo_jax.models.attention import BLOCK, LEAST_PART, PARTS
 
 
-def scores(T: int, S: int) -> int:
-    """Query-key pairs that attention of T queries over S columns computes for each head."""
-    if BLOCK * BLOCK >= T * S:
-        return T * S
-    queries, keys = -(-T // BLOCK), -(-S // BLOCK)
-    blocks = sum(min((S - T + (i + 1) * BLOCK - 1) // BLOCK + 1, keys) for i in range(queries))
-    return blocks * BLOCK * BLOCK
+def scores(T: int) -> int:
+    """Query-key pairs that attention over rows of T columns computes for each head, where no packed segment ends before."""
+    if T > BLOCK:
+        blocks = -(-T // BLOCK)
+        return blocks * (blocks + 1) // 2 * BLOCK * BLOCK
+    size = -(-T // min(PARTS, -(-T // LEAST_PART)))
+    return sum((min(start + size, T) - start) * min(start + size, T) for start in range(0, T, size))
 
 
 def layer(config: TransformerConfig, place: int, tokens: int, pairs: int) -> int:
@@ -26,7 +26,7 @@ def layer(config: TransformerConfig, place: int, tokens: int, pairs: int) -> int
     if attention == "softmax":
         total = 2 * tokens * D * H * (2 * N + 2 * M) + 4 * pairs * N * H
     else:
-        block = min(config.lightning_block, tokens)
+        block = min(config.lightning_block, max(tokens, 1))
         total = 2 * tokens * D * H * 5 * N + 4 * tokens * N * H * (block + H)
     if mlp == "dense":
         return total + 6 * tokens * D * config.mlp_dim
@@ -48,21 +48,18 @@ def head(config: TransformerConfig, tokens: int) -> int:
     return 2 * tokens * config.embed_dim * config.vocab_size
 
 
-def train_step(config: TransformerConfig, *, rows: int, prompt: int, response: int, share: int, remat: bool) -> int:
-    """An update on `rows` rows: prompts once for `share` rows, backward twice the forward, once more forward with `remat`.
-
-    The fused head computes its logits again in the backward pass, so it counts 4 times.
+def train_step(config: TransformerConfig, *, rows: int, columns: int, targets: int, remat: str) -> int:
+    """An update on `rows` full rows of `columns` tokens, `targets` of them predicted: backward twice the forward, and what `remat` computes
+    again. The fused head computes its logits again in the backward pass, so it counts 4 times.
     """
-    prompts = rows // share
-    fed = response - 1  # the last token is never fed
-    forward = layers(config, prompts * prompt, prompts * scores(prompt, prompt)) + layers(
-        config, rows * fed, rows * scores(fed, prompt + fed)
-    )
-    return (4 if remat else 3) * forward + 4 * head(config, rows * response)
+    pairs = rows * scores(columns)
+    forward = layers(config, rows * columns, pairs)
+    again = {"off": 0, "full": forward, "attention": layers(config, 0, pairs)}[remat]
+    return 3 * forward + again + 4 * head(config, rows * targets)
 
 
 def prefill(config: TransformerConfig, *, prompts: int, prompt: int, rows: int) -> int:
-    return layers(config, prompts * prompt, prompts * scores(prompt, prompt)) + head(config, rows)
+    return layers(config, prompts * prompt, prompts * scores(prompt)) + head(config, rows)
 
 
 def decode_token(config: TransformerConfig, *, rows: int, columns: int) -> int:

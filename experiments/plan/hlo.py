@@ -89,7 +89,11 @@ class Program:
             assert body is not None and condition is not None, rest
             # The TPU compiler does not write the number down; our loops count from 0 in steps of 1.
             limit = int(trips[1]) if trips else self.computations[condition[1]].limit
-            current.loops.append(Loop(body[1], limit, source[1] if source else name))
+            source_name = source[1] if source else name
+            passes = re.search(
+                r"\bpasses_(\d+)/while$", source_name
+            )  # how many is known at run time, here the most there can be
+            current.loops.append(Loop(body[1], int(passes[1]) if passes else limit, source_name))
         elif opcode == "constant" and re.match(r"\d+\)", rest):
             current.constants[name] = int(rest.split(")")[0])
         elif opcode == "compare" and "direction=LT" in rest:

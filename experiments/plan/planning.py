@@ -43,7 +43,6 @@ def plan(
     sizes, sampling_mesh = lowered.sizes, lowered.programs.sampling_mesh
     split, sampling_split = Split.of(mesh.shape), Split.of(sampling_mesh.shape)
     state, sampler = bytes_of_device(lowered.state), bytes_of_device(lowered.sampler())
-    share = estimate.share_of(config, sizes, split)
     result: dict[str, Any] = {
         "topology": _describe(topology, slices),
         "mesh": dict(mesh.shape),
@@ -56,7 +55,7 @@ def plan(
     }
     all_flops = {
         "train_step": flops.train_step(
-            architecture, rows=sizes.rows, prompt=sizes.prompt, response=sizes.response, share=share, remat=config.model.remat
+            architecture, rows=sizes.rows, columns=sizes.columns, targets=sizes.targets, remat=config.model.remat
         ),
         "reshard": 0,
         "prefill": flops.prefill(architecture, prompts=sizes.prompts, prompt=sizes.prompt, rows=sizes.decode_rows),
@@ -209,7 +208,7 @@ def suggestions(config: Config, architecture, topology: Topology, lowered: Lower
                         "config.mesh.tensor": tensor,
                         "config.mesh.expert": expert,
                         "config.mesh.fsdp": -1,
-                        "config.objective.micro_batch_rows": micro if micro < rows else 0,
+                        "config.objective.micro_batch_tokens": micro // split.rows * lowered.sizes.columns,
                         "config.mesh.sampling.tensor": sampling_tensor,
                         "config.sampling.batch_rows": max(fitting) if max(fitting) < P * G else 0,
                     }

@@ -21,14 +21,14 @@ REWARD = "experiments.rehearse.rewards:varied"
 def shrink(config: Config, *, demonstration: int = 0) -> Config:
     """The settings of the rehearsal. `demonstration`: tokens of the longest one of a warm start, which a response must hold."""
     sampling, objective, evaluation = config.sampling, config.objective, config.evaluation
-    # Mini-batches, passes over one, groups in a pass: what was several stays several.
+    # Mini-batches, groups in one: what was several stays several; of several groups come several passes.
     minibatches = min(objective.num_minibatches, 2)
     groups = sampling.prompts_per_step // objective.num_minibatches
-    rows = groups * sampling.group_size
-    passes = min(rows // (objective.micro_batch_rows or rows), 2)
+    passes = min(groups, 2)
     largest = sampling.group_size if groups == 1 else min(sampling.group_size, 4)
     group_size = max(n for n in range(2, largest + 1) if DEVICES * passes % n == 0)
-    prompts = minibatches * DEVICES * passes // group_size  # a pass gives each device a row
+    # A pass gives each device a row: a part of a group, or a whole one where there are several passes.
+    prompts = minibatches * DEVICES * passes // (group_size if passes == 1 else 1)
     at_a_time = prompts // 2 if sampling.batch_rows < sampling.prompts_per_step * sampling.group_size else prompts
     response = min(sampling.max_new_tokens, max(TOKENS, demonstration))
     epochs = min(objective.num_epochs, 2)
@@ -63,7 +63,7 @@ def shrink(config: Config, *, demonstration: int = 0) -> Config:
             objective,
             num_minibatches=minibatches,
             num_epochs=epochs,
-            micro_batch_rows=DEVICES if objective.micro_batch_rows else 0,
+            micro_batch_tokens=min(objective.micro_batch_tokens, 1),
         ),
         optimizer=dataclasses.replace(config.optimizer, warmup=_share(config.optimizer.warmup, after, before)),
         sft=dataclasses.replace(

@@ -55,7 +55,7 @@ def test_temporaries_grow_linearly_with_the_length(tmp_path):
         options = [
             "--topology=v5e:2x2",
             "--programs=train_step",
-            "--config.model.remat=True",
+            "--config.model.remat=full",
             "--config.model.preset=tiny",
         ]
         code, text, found = plan(tmp_path, *options, f"--config.sampling.max_new_tokens={T}")
@@ -71,7 +71,7 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
         "--topology=v5e:2x2",
         "--programs=train_step",
         "--config.model.preset=small",
-        "--config.model.remat=False",
+        "--config.model.remat=off",
     ]
     code, text, found = plan(tmp_path, *options, "--config.sampling.max_new_tokens=20000")
     assert code == 3, text
