@@ -16,6 +16,7 @@ from cispo_jax import data, distributed, models, rewards, sharding, weights
 from cispo_jax.config import Config, ConfigError, suggest
 from cispo_jax.data import tokenizers
 from cispo_jax.programs import Programs, make_programs, resolve_objective
+from cispo_jax.sampling import slots
 from cispo_jax.training.sft import warm_start
 
 
@@ -112,7 +113,10 @@ def build(
         eos_ids=tokenizer.eos_ids,
         objective=resolved,
         sample_fn=sample_fn,
+        memory=distributed.device_memory(),
     )
+    if programs.slots and sample_fn is None:
+        notes.append(_describe_slots(config, programs, width))
 
     def make_model():
         if model is not None:
@@ -132,6 +136,15 @@ def build(
         make_model=make_model,
         prompt_width=width,
         notes=notes,
+    )
+
+
+def _describe_slots(config: Config, programs: Programs, prompt_width: int) -> str:
+    rows = slots.row_sizes(programs.slots, sharding.batch_devices(programs.sampling_mesh))
+    columns = slots.widths(prompt_width, config.sampling.max_new_tokens)
+    return (
+        f"{programs.slots:,} of {config.sampling.prompts_per_step * config.sampling.group_size:,} responses decode at a time; compiled for "
+        f"{', '.join(f'{n:,}' for n in rows)} rows x {', '.join(f'{n:,}' for n in columns)} columns of cache"
     )
 
 

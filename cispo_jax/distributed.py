@@ -218,6 +218,14 @@ def settle(tree: T) -> T:
     return tree
 
 
+def device_memory() -> int | None:
+    """Bytes of the smallest device of the run; None where devices do not say, as CPUs."""
+    mine = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    everywhere = [size for sizes in gather(mine) for size in sizes]
+    known = [size for size in everywhere if size is not None]
+    return min(known) if len(known) == len(everywhere) else None
+
+
 # ---- how it ends
 
 

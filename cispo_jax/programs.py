@@ -21,7 +21,7 @@ from cispo_jax.config import Config, ConfigError, ObjectiveSettings, suggest
 from cispo_jax.log_probs import fused_token_log_probs
 from cispo_jax.objectives import aggregation_weights
 from cispo_jax.routing import RouterSums
-from cispo_jax.sampling import sample_groups
+from cispo_jax.sampling import sample_groups, slots
 from cispo_jax.training.optimizer import make_optimizer
 from cispo_jax.training.packing import Layout, Places, pack
 from cispo_jax.training.train_step import init_state, make_score_step, make_train_step
@@ -32,6 +32,8 @@ OBJECTIVES: dict[str, Callable] = {
     for name in ("cispo", "reinforce", "ppo", "grpo", "dapo", "gspo", "unified")
 }
 
+SHORT = 256  # tokens of a response below which all rows decode in one program: it compiles once, and there is little to wait for
+MEMORY_SHARE = 0.7  # of what is free, for the caches of the slots: the next size of a cache is made beside the last one
 CHUNK_TOKENS = 256  # of each device, whose logits are held at a time: with a vocabulary of 151,936 156 MB
 
 
@@ -58,6 +60,7 @@ class Programs:
     score_step: Callable
     to_sampling: Callable[[Any], Any]
     sample: Callable[..., Rollout]
+    slots: int  # responses that decode at a time; 0: all, in one program
     shard_rows: Callable[[np.ndarray], jax.Array]
 
     def init_state(self, model: Any) -> TrainState:
@@ -76,6 +79,7 @@ def make_programs(
     eos_ids: tuple[int, ...] = (),
     objective: tuple[Callable, str, float] | None = None,
     sample_fn: Callable | None = None,
+    memory: int | None = None,
 ) -> Programs:
     """The programs of a run; nothing is compiled yet.
 
@@ -84,6 +88,7 @@ def make_programs(
       prompt_width: S, columns that prompts are padded to. max_tokens: what the model was made for, None = not known.
       objective: of `resolve_objective`; None: that of the settings.
       sample_fn: a sampler in place of ours.
+      memory: bytes of a device, None = not known; as many responses decode at a time as their caches fit in it.
 
     Raises:
       ConfigError: a mesh that does not divide rows, layers or experts.
@@ -113,22 +118,22 @@ def make_programs(
         "pad_id": pad_id,
         "dtype": dtype,
         "shard_rows": functools.partial(sharding.shard_rows, sampling_mesh),
-        "slots": config.sampling.slots,
         "sync_tokens": config.sampling.sync_tokens,
         "repetition_stop": config.sampling.repetition_stop,
     }
 
+    to_sampling = sampling_layout(abstract.model, sampling_mesh, dtype)
+    held = _bytes_of_device(abstract, shardings)
+    model = abstract.model
+    if hasattr(to_sampling, "lower"):  # one float32 device samples from the model that it trains
+        model = jax.eval_shape(to_sampling, abstract.model)
+        held += _bytes_of_device(model, sharding.state_shardings(model, sampling_mesh, sharding.SAMPLING_RULES))
+    free = None if memory is None else memory - held
+    slots_chosen = choose_slots(config, model, prompt_width, sampling_mesh, free)
+
     def sample(model, prompts, **options):
         common = {"max_new_tokens": config.sampling.max_new_tokens, "eos_ids": eos_ids}
-        return sampler(model, prompts, **_accepted(sampler, layout | options) | common)
-
-    def sample_in_batches(model, prompts, *, group_size, prompt_ids=None, **options):
-        """The same responses, `config.sampling.batch_rows` of them at a time."""
-        size = max(1, config.sampling.batch_rows // group_size)
-        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
-        batches = [slice(i, i + size) for i in range(0, len(prompts), size)]
-        options["group_size"] = group_size
-        return Rollout.concatenate([sample(model, prompts[i], prompt_ids=ids[i], **options) for i in batches])
+        return sampler(model, prompts, **_accepted(sampler, layout | {"slots": slots_chosen} | options) | common)
 
     S, T = prompt_width, config.sampling.max_new_tokens
     prompts = config.sampling.prompts_per_step // config.objective.num_minibatches
@@ -182,8 +187,9 @@ def make_programs(
         pack=pack_on_devices,
         train_step=sharding.OnMesh(mesh, train_step),
         score_step=sharding.OnMesh(mesh, make_score_step(log_probs_fn)),
-        to_sampling=sampling_layout(abstract.model, sampling_mesh, dtype),
-        sample=sharding.OnMesh(sampling_mesh, sample_in_batches if config.sampling.batch_rows else sample),
+        to_sampling=to_sampling,
+        sample=sharding.OnMesh(sampling_mesh, sample),
+        slots=slots_chosen,
         shard_rows=functools.partial(sharding.shard_rows, mesh),
     )
 
@@ -239,6 +245,34 @@ def sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[An
     return jax.jit(
         cast, out_shardings=sharding.state_shardings(jax.eval_shape(cast, abstract), mesh, sharding.SAMPLING_RULES)
     )
+
+
+def choose_slots(config: Config, model: Any, prompt_width: int, mesh: Mesh, free: int | None) -> int:
+    """How many of a step's responses decode at a time: the setting, or as many as fit; 0: all of them, in one program.
+
+    Args:
+      model: in its layout for sampling, shapes are enough. mesh: of sampling.
+      free: bytes of each device beside the model and the training state; None: enough. What is free at the moment would not do: a
+        run that goes on after a restart would choose another number, and round differently.
+    """
+    sampling, devices = config.sampling, sharding.batch_devices(mesh)
+    if sampling.slots:
+        return sampling.slots
+    rows = -(-sampling.prompts_per_step * sampling.group_size // devices)  # of a device
+    fitting = rows
+    if free is not None:
+        record = config.objective.routing_replay
+        size = slots.bytes_of_row(model, prompt_width, sampling.max_new_tokens, config.model.dtype, record)
+        fitting = max(1, int(MEMORY_SHARE * free * mesh.shape["tensor"] / size))
+    if fitting >= rows and sampling.max_new_tokens < SHORT:
+        return 0
+    return min(rows, fitting) * devices
+
+
+def _bytes_of_device(tree: Any, shardings: Any) -> int:
+    """Of each device's share."""
+    size = lambda x, s: int(np.prod(s.shard_shape(x.shape))) * x.dtype.itemsize
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, shardings)))
 
 
 def _check_experts(config: Config, architecture: models.TransformerConfig) -> None:

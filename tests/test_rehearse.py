@@ -28,7 +28,7 @@ MAY_CHANGE = set(
     num_steps model.weights model.tokenizer mesh.data mesh.fsdp mesh.expert mesh.tensor mesh.sampling.expert mesh.sampling.tensor
     data.source data.eval_source data.directory data.train_size data.eval_size data.max_prompt_tokens
     rewards.rehearsal rewards.task rewards.workers rewards.overlong_buffer
-    sampling.prompts_per_step sampling.group_size sampling.max_new_tokens sampling.batch_rows
+    sampling.prompts_per_step sampling.group_size sampling.max_new_tokens sampling.slots sampling.sync_tokens
     objective.num_minibatches objective.num_epochs objective.micro_batch_tokens optimizer.warmup sft.num_steps sft.batch_size
     evaluation.every evaluation.num_problems evaluation.samples evaluation.batch_rows checkpoint.every logging.wandb profile.steps
     """.split()
@@ -82,15 +82,15 @@ def test_what_was_several_stays_several(before, after):
 def test_lengths_keep_their_proportions():
     long = settings(
         num_steps=100, sampling__max_new_tokens=20_000, rewards__overlong_buffer=5_000, optimizer__warmup=25,
-        sampling__prompts_per_step=64, sampling__batch_rows=256, evaluation__samples=32, rewards__workers=64,
+        sampling__prompts_per_step=64, sampling__slots=256, evaluation__samples=32, rewards__workers=64,
     )  # fmt: skip
     small = shrink.shrink(long)
     assert (small.sampling.max_new_tokens, small.rewards.overlong_buffer) == (16, 4)
     assert (small.num_steps, small.optimizer.warmup, small.evaluation.samples, small.rewards.workers) == (4, 1, 2, 2)
-    assert 0 < small.sampling.batch_rows < small.sampling.prompts_per_step * small.sampling.group_size
+    assert 0 < small.sampling.slots < small.sampling.prompts_per_step * small.sampling.group_size
     assert shrink.shrink(long, demonstration=40).sampling.max_new_tokens == 40
     off = shrink.shrink(settings())
-    assert (off.rewards.overlong_buffer, off.optimizer.warmup, off.sampling.batch_rows, off.rewards.workers) == (0,) * 4
+    assert (off.rewards.overlong_buffer, off.optimizer.warmup, off.sampling.slots, off.rewards.workers) == (0,) * 4
     assert off.objective.micro_batch_tokens == 0 and off.sft.num_steps == 0 and off.evaluation.samples == 0
 
 

@@ -150,5 +150,33 @@ def test_a_run_with_slots_samples_what_one_without_does():
     check_equal(rollout(sampling__slots=4), rollout())
     with pytest.raises(ConfigError, match=r"config.sampling.slots=3: valid are multiples of the 2 devices"):
         rollout(sampling__slots=3)
-    with pytest.raises(ConfigError, match=r"config.sampling.slots=4 and config.sampling.batch_rows=4"):
-        rollout(sampling__slots=4, sampling__batch_rows=4)
+
+
+def test_as_many_slots_as_memory_holds():
+    """The caches of the slots fill a share of what the model and its training leave, on every device that splits rows."""
+    from cispo_jax import programs
+
+    def chosen(memory=None, mesh=None, **changes):
+        settings = debug_run.config(sampling__prompts_per_step=8, sampling__group_size=4, **changes)
+        mesh = mesh or debug_run.mesh()
+        run = programs.make_programs(settings, debug_run.TINY, mesh, prompt_width=65, memory=memory)
+        held = programs._bytes_of_device(run.abstract_state, run.shardings)
+        return run.slots, held
+
+    long, config = 448, debug_run.TINY
+    row = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 * (64 + long) + 64 + long
+    )  # keys, values, mask
+    held = chosen()[1]
+    with_room_for = lambda n: int(held + n * row / programs.MEMORY_SHARE) + 1
+    assert chosen(sampling__max_new_tokens=16)[0] == 0, "short and it fits: one program"
+    assert chosen(sampling__max_new_tokens=long)[0] == 32
+    assert chosen(with_room_for(99), sampling__max_new_tokens=long)[0] == 32
+    assert chosen(with_room_for(9), sampling__max_new_tokens=long)[0] == 9
+    assert chosen(with_room_for(9) - row, sampling__max_new_tokens=long)[0] < 9
+    assert chosen(0, sampling__max_new_tokens=long)[0] == 1
+    assert chosen(with_room_for(9), sampling__max_new_tokens=long, sampling__slots=20)[0] == 20
+    # Four devices have rows of their own, beside a copy of the model for sampling.
+    copy = sum(x.size * 4 for x in jax.tree.leaves(debug_run.model()))
+    assert chosen(copy + with_room_for(3), debug_run.mesh(data=4), sampling__max_new_tokens=long)[0] == 12
+    assert chosen(held + 10, sampling__max_new_tokens=16)[0] == 1, "short, but it does not fit"

@@ -34,7 +34,6 @@ MINIMUM: dict[str, float] = {
     "sampling.group_size": 2,
     "sampling.max_new_tokens": 1,
     "sampling.max_refills": 0,
-    "sampling.batch_rows": 0,
     "sampling.slots": 0,
     "sampling.sync_tokens": 1,
     "sampling.repetition_stop": 0,
@@ -138,19 +137,6 @@ def _validate_sampling(config: Config) -> None:
             f"config.objective.num_minibatches={objective.num_minibatches}: a mini-batch holds whole groups. Valid numbers of "
             f"mini-batches for {sampling.prompts_per_step} prompts: {', '.join(map(str, divisors))}."
         )
-    if sampling.slots and sampling.batch_rows:
-        raise ConfigError(
-            f"config.sampling.slots={sampling.slots} and config.sampling.batch_rows={sampling.batch_rows} both say how many responses "
-            "decode at a time: one of the two must be 0."
-        )
-    if sampling.batch_rows:
-        G, P = sampling.group_size, sampling.prompts_per_step
-        valid = [n * G for n in range(1, P + 1) if P % n == 0]
-        if sampling.batch_rows not in valid:
-            raise ConfigError(
-                f"config.sampling.batch_rows={sampling.batch_rows}: valid are whole groups (config.sampling.group_size={G}) that "
-                f"divide the {P * G} responses of a step: 0 (all) or {', '.join(map(str, valid))}."
-            )
     if config.rewards.overlong_buffer > sampling.max_new_tokens:
         raise ConfigError(
             f"config.rewards.overlong_buffer={config.rewards.overlong_buffer} tokens is more than "

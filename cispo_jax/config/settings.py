@@ -88,8 +88,7 @@ class SamplingSettings:
     prompts_per_step: int = 16  # P: prompts of one rollout batch
     group_size: int = 8  # G: responses of each prompt
     max_new_tokens: int = 64  # T: response tokens, the EOS included
-    batch_rows: int = 0  # responses decoded at a time, whole groups: their caches share the memory; 0 = all P x G
-    slots: int = 0  # the same, but a response that ends makes room for the next (continuous batching); 0 = off
+    slots: int = 0  # responses decoded at a time: one that ends makes room for the next; 0 = as many as memory holds
     sync_tokens: int = 64  # with slots: tokens of a response between two looks of the host
     repetition_stop: int = (
         0  # end a response after so many tokens in a row of probability above 0.99 (MiniMax-M1: 3,000); 0 = off

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from cispo_jax.models.attention import KeyValues
 from cispo_jax.sharding import BATCH, batch_devices, constrain
@@ -49,15 +50,16 @@ def empty(like: Cache, rows: int, width: int) -> Cache:
     return placed(Cache(memory, jnp.zeros((rows, width), bool), ids))
 
 
-def placed(cache: Cache) -> Cache:
-    """Rows split over the batch axes of the mesh and heads over `tensor`, so that every program finds the layout it knows."""
-    memory = cache.map(
-        lambda x: constrain(x, None, BATCH, None, "tensor", None),
-        lambda x: constrain(x, None, BATCH, "tensor", None, None),
-    )
+def layout(cache: Cache) -> Any:
+    """The mesh axes of each array: rows over those of a batch, heads over `tensor`."""
+    memory = cache.map(lambda x: P(None, BATCH, None, "tensor", None), lambda x: P(None, BATCH, "tensor", None, None))
     ids = cache.expert_ids_BSLK
-    ids = None if ids is None else constrain(ids, BATCH, None, None, None)
-    return Cache(memory, constrain(cache.mask_BS, BATCH, None), ids)
+    return Cache(memory, P(BATCH, None), None if ids is None else P(BATCH, None, None, None))  # type: ignore[arg-type]
+
+
+def placed(cache: Cache) -> Cache:
+    """In that layout, so that every program finds the one that it was compiled for."""
+    return jax.tree.map(lambda x, axes: constrain(x, *axes), cache, layout(cache))
 
 
 def insert(cache: Cache, prompts: Cache, source_B: jax.Array, fresh_B: jax.Array, column: jax.Array) -> Cache:

@@ -86,6 +86,20 @@ def widths(prompt_width: int, max_new_tokens: int) -> list[int]:
     return [_prompt_columns(prompt_width) + room for room in rooms]
 
 
+def prompts_at_a_time(prompts: int, group_size: int, slots: int, devices: int = 1) -> int:
+    """How many are prefilled together; the last ones are filled up with others."""
+    return -(-min(prompts, -(-slots // group_size)) // devices) * devices
+
+
+def bytes_of_row(model: Any, prompt_width: int, max_new_tokens: int, dtype: str, record: bool = False) -> int:
+    """The cache of one response at its longest, of all heads."""
+    one = jax.ShapeDtypeStruct((1, prompt_width), jnp.int32)
+    prefill = functools.partial(_prefill, dtype=dtype, record=record)
+    prompts = jax.eval_shape(prefill, model, one, jax.ShapeDtypeStruct(one.shape, bool))
+    cache = jax.eval_shape(lambda: caches.empty(prompts, 1, widths(prompt_width, max_new_tokens)[-1]))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
 class _Run:
     """One rollout: the responses so far, which of them has which slot, and the slots."""
 
@@ -103,8 +117,7 @@ class _Run:
         self.owner = np.full(slots, -1)  # the response in each slot; -1: free
         self.row_sizes, self.widths = row_sizes(slots, self.devices), widths(S, T)
         self.column, self.width = 0, self.widths[0]
-        # Prompts are prefilled so many at a time; the last ones are filled up with others.
-        self.batch = -(-min(P, -(-slots // group_size)) // self.devices) * self.devices
+        self.batch = prompts_at_a_time(P, group_size, slots, self.devices)
         self.first, self.prefilled = 0, self._prefill(0)
         ids = self.prefilled.expert_ids_BSLK
         self.expert_ids = None if ids is None else np.full((self.total, S + T, *ids.shape[2:]), NO_EXPERT, ids.dtype)

@@ -16,6 +16,7 @@ import argparse
 import resource
 import statistics
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -109,7 +110,9 @@ def main() -> None:
     run, made = make_run(settings(), architecture)
     state = trainer.RunState(made.init_state(shapes.random_model(architecture)))
     steps = iter(range(1, 10**6))
-    cycle = lambda: trainer.rollout_step(run, state, next(steps), _Nothing(), _Nothing())
+    writer: Any = _Nothing()
+    checkpoints: Any = _Nothing()
+    cycle = lambda: trainer.rollout_step(run, state, next(steps), writer, checkpoints)
     first = timing.seconds_of(cycle)
     of_first = compiled.count
     cycles = timing.rounds_of({"cycle": cycle}, args.rounds, warm_up=0)["cycle"]

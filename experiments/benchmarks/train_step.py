@@ -15,6 +15,8 @@ square matrix product of the same dtype measured here.
 """
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +78,7 @@ def main() -> None:
     typical = shapes.minibatch(architecture.vocab_size, lengths, **sizes)
     full = shapes.minibatch(architecture.vocab_size, np.full(G, T), **sizes)
     options = {"dtype": jnp.dtype(args.dtype), "remat": args.remat}
-    variants = {
+    variants: dict[str, Callable[[], Any]] = {
         "packed": Update(model, typical, layout_of(args.prompts, True), **options),
         "padded": Update(model, typical, layout_of(args.prompts, False), **options),
         "full": Update(model, full, layout_of(1, True), **options),

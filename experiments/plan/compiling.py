@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -12,14 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from cispo_jax import models, sharding
 from cispo_jax.config import Config
+from cispo_jax.models import cache as caches
 from cispo_jax.programs import Programs, make_programs
-from cispo_jax.sampling import decode
+from cispo_jax.sampling import decode, slots
 from cispo_jax.sampling.draw import Choice, Rules
 from cispo_jax.training import packing
-from cispo_jax.training.packing import Layout
 from cispo_jax.types import Packed
 from experiments.plan.hlo import Program
 
@@ -35,21 +37,24 @@ class Sizes:
     columns: int  # of tokens in such a row
     targets: int  # predicted tokens in it
     decode_rows: int  # responses decoded at a time
-    prompts: int  # prefilled for them
+    prompts: int  # prefilled at a time
     prompt: int  # columns of a prompt
     response: int  # of a response
 
     @staticmethod
-    def of(config: Config, layout: Layout) -> Sizes:
-        G, P = config.sampling.group_size, config.sampling.prompts_per_step
-        decode_rows = config.sampling.batch_rows or P * G
+    def of(config: Config, programs: Programs) -> Sizes:
+        G, P, layout = config.sampling.group_size, config.sampling.prompts_per_step, programs.layout
+        prompts = P
+        if programs.slots:
+            devices = sharding.batch_devices(programs.sampling_mesh)
+            prompts = slots.prompts_at_a_time(P, G, programs.slots, devices)
         return Sizes(
             rows=layout.passes * layout.rows,
             micro_rows=layout.rows,
             columns=layout.tokens,
             targets=layout.responses,
-            decode_rows=decode_rows,
-            prompts=decode_rows // G,
+            decode_rows=programs.slots or P * G,
+            prompts=prompts,
             prompt=config.data.max_prompt_tokens,
             response=config.sampling.max_new_tokens,
         )
@@ -73,10 +78,17 @@ class Compiled:
 class Lowered:
     """The programs of a run with the shapes and layouts of their arguments; each method lowers one of them."""
 
-    def __init__(self, config: Config, architecture: models.TransformerConfig, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        config: Config,
+        architecture: models.TransformerConfig,
+        mesh: jax.sharding.Mesh,
+        memory: int | None = None,
+    ):
         self.config = config
-        self.programs: Programs = make_programs(config, architecture, mesh, prompt_width=config.data.max_prompt_tokens)
-        self.sizes = Sizes.of(config, self.programs.layout)
+        width = config.data.max_prompt_tokens
+        self.programs: Programs = make_programs(config, architecture, mesh, prompt_width=width, memory=memory)
+        self.sizes = Sizes.of(config, self.programs)
         self.state = _placed(self.programs.abstract_state, self.programs.shardings)
 
     def train_step(self):
@@ -96,10 +108,45 @@ class Lowered:
         return self.programs.to_sampling.lower(self.state.model)
 
     def prefill(self):
-        return self._sample(response=1)
+        if not self.programs.slots:
+            return self._sample(response=1)
+        return self._on_mesh(slots._prefill).lower(self.sampler(), *self._prompts(), **self._options())
 
     def decode(self):
-        return self._sample(response=self.sizes.response)
+        if not self.programs.slots:
+            return self._sample(response=self.sizes.response)
+        columns, count = self.config.sampling.sync_tokens, jax.ShapeDtypeStruct((), jnp.int32)
+        return self._on_mesh(slots._decode).lower(
+            self.sampler(), self.slots(), count, count, count, self._rules(), columns=columns, choice=Choice(), **self._options()
+        )  # fmt: skip
+
+    def widen(self):
+        """To the largest cache from the one before; None where there is only one."""
+        widths = self.widths
+        if len(widths) < 2:
+            return None
+        return self._on_mesh(slots._widen).lower(
+            self.slots(widths[-2]), jax.ShapeDtypeStruct((), jnp.int32), width=widths[-1]
+        )
+
+    @property
+    def widths(self) -> list[int]:
+        return slots.widths(self.sizes.prompt, self.sizes.response) if self.programs.slots else []
+
+    def prefilled(self) -> Any:
+        """The caches of the prompts that are prefilled together."""
+        prefill = functools.partial(slots._prefill, **self._options())
+        with jax.set_mesh(self.programs.sampling_mesh):
+            cache = jax.eval_shape(prefill, self.sampler(), *self._prompts())
+        return self._placed_by_axes(cache, caches.layout(cache))
+
+    def slots(self, width: int = 0) -> Any:
+        """The rows that decode together, with caches of `width` columns; 0: the largest."""
+        empty = functools.partial(slots._empty, rows=self.sizes.decode_rows, width=width or self.widths[-1])
+        with jax.set_mesh(self.programs.sampling_mesh):
+            shapes = jax.eval_shape(empty, self.prefilled())
+        rows = jax.tree.map(lambda x: P(sharding.BATCH), shapes._replace(cache=None))
+        return self._placed_by_axes(shapes, rows._replace(cache=caches.layout(shapes.cache)))
 
     def sampler(self) -> Any:
         """The model in its layout for sampling."""
@@ -108,23 +155,32 @@ class Lowered:
         return _placed(model, sharding.state_shardings(model, mesh, sharding.SAMPLING_RULES))
 
     def _sample(self, *, response: int):
-        mesh, sizes = self.programs.sampling_mesh, self.sizes
-        rows = sharding.batch_sharding(mesh)
-        if sizes.prompts % sharding.batch_devices(mesh):
-            rows = sharding.replicated(mesh)  # as `sharding.shard_rows`
-        prompts = lambda dtype, *shape: jax.ShapeDtypeStruct((sizes.prompts, *shape), dtype, sharding=rows)
-        return sharding.OnMesh(mesh, decode._sample).lower(
-            self.sampler(),
-            prompts(jnp.int32, sizes.prompt),
-            prompts(jnp.bool, sizes.prompt),
-            prompts(jnp.uint32),
-            Rules.of(eos_ids=(0,), max_new_tokens=response),
-            group_size=sizes.decode_rows // sizes.prompts,
-            max_new_tokens=response,
-            choice=Choice(),
-            dtype=self.config.model.dtype,
-            record=self.config.objective.routing_replay,
-        )
+        tokens, mask = self._prompts()
+        ids = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.uint32, sharding=tokens.sharding)
+        return self._on_mesh(decode._sample).lower(
+            self.sampler(), tokens, mask, ids, self._rules(), group_size=self.sizes.decode_rows // self.sizes.prompts,
+            max_new_tokens=response, choice=Choice(), **self._options(),
+        )  # fmt: skip
+
+    def _on_mesh(self, function) -> sharding.OnMesh:
+        return sharding.OnMesh(self.programs.sampling_mesh, function)
+
+    def _prompts(self) -> tuple[Any, Any]:
+        mesh, shape = self.programs.sampling_mesh, (self.sizes.prompts, self.sizes.prompt)
+        split = self.sizes.prompts % sharding.batch_devices(mesh) == 0
+        rows = sharding.batch_sharding(mesh) if split else sharding.replicated(mesh)  # as `sharding.shard_rows`
+        tokens, mask = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.bool))
+        return tokens, mask
+
+    def _rules(self) -> Rules:
+        return Rules.of(eos_ids=(0,), max_new_tokens=self.sizes.response)
+
+    def _options(self) -> dict[str, Any]:
+        return {"dtype": self.config.model.dtype, "record": self.config.objective.routing_replay}
+
+    def _placed_by_axes(self, tree: Any, axes: Any) -> Any:
+        mesh = self.programs.sampling_mesh
+        return _placed(tree, jax.tree.map(lambda x, axes: jax.sharding.NamedSharding(mesh, axes), tree, axes))
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

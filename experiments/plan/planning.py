@@ -8,12 +8,13 @@ from typing import Any
 
 from cispo_jax import models, sharding, weights
 from cispo_jax.config import Config, ConfigError, suggest
+from cispo_jax.programs import MEMORY_SHARE
 from experiments.plan import estimate, flops
 from experiments.plan.chips import GIB, Topology
 from experiments.plan.compiling import Compiled, Lowered, Sizes, bytes_of_device, compile_programs
 from experiments.plan.estimate import Split
 
-PROGRAMS = ("train_step", "reshard", "prefill", "decode")
+PROGRAMS = ("train_step", "reshard", "prefill", "widen", "decode")
 
 
 def architecture_of(config: Config) -> models.TransformerConfig:
@@ -39,7 +40,7 @@ def plan(
     """The whole plan as plain values; the contract of its keys is that of `--json` (see `__main__`)."""
     architecture = architecture_of(config)
     mesh = sharding.make_mesh(config.mesh, topology.devices)
-    lowered = Lowered(config, architecture, mesh)
+    lowered = Lowered(config, architecture, mesh, None if topology.platform == "cpu" else topology.hbm_bytes)
     sizes, sampling_mesh = lowered.sizes, lowered.programs.sampling_mesh
     split, sampling_split = Split.of(mesh.shape), Split.of(sampling_mesh.shape)
     state, sampler = bytes_of_device(lowered.state), bytes_of_device(lowered.sampler())
@@ -53,26 +54,31 @@ def plan(
         "sampler_bytes": sampler,
         "cache_bytes_of_row": estimate.cache_bytes_of_row(config, architecture, sizes, sampling_split),
     }
+    # Prompts are also prefilled while others decode.
+    prompts, caches = (bytes_of_device(x()) for x in (lowered.prefilled, lowered.slots)) if lowered.widths else (0, 0)
     all_flops = {
         "train_step": flops.train_step(
             architecture, rows=sizes.rows, columns=sizes.columns, targets=sizes.targets, remat=config.model.remat
         ),
         "reshard": 0,
         "prefill": flops.prefill(architecture, prompts=sizes.prompts, prompt=sizes.prompt, rows=sizes.decode_rows),
+        "widen": 0,
         "decode": flops.decode_token(architecture, rows=sizes.decode_rows, columns=sizes.prompt + sizes.response),
     }  # fmt: skip
     traffic = {
         "train_step": estimate.train_traffic(config, architecture, sizes, split, lowered.state),
         "reshard": bytes_of_device(lowered.state.model) + sampler,
         "prefill": sampler,
+        "widen": 2 * caches,
         "decode": estimate.decode_traffic(config, architecture, sizes, sampling_split, sampler),
     }
     # What lies in memory beside a program's own arguments.
     resident = {
         "train_step": 0,
         "reshard": state - bytes_of_device(lowered.state.model),
-        "prefill": state,
-        "decode": state,
+        "prefill": state + prompts + caches,
+        "widen": state + sampler + prompts,
+        "decode": state + prompts,
     }
     figures: dict[str, Compiled | None]
     if result["estimate"]:
@@ -101,7 +107,7 @@ def plan(
         if name == "decode":
             entry["per"] = "token of every row"
             entry["seconds_per_token"] = max(entry["roofline"].values())
-            entry["slots"] = _slots(entry, config, architecture, sizes, sampling_split)
+            entry["slots"] = _slots(entry, config, architecture, sizes, sampling_split, caches)
         result[name] = entry
         say(
             f"{name}: {_gib(entry['peak_bytes'])} of {entry['hbm_bytes'] / GIB:.1f} GiB, {compiled.compile_seconds:.0f} s"
@@ -136,26 +142,32 @@ def _entry(compiled: Compiled, resident: int, topology: Topology) -> dict[str, A
 
 def _estimated(
     name: str, config: Config, architecture, lowered: Lowered, split: Split, sampling_split: Split
-) -> Compiled:
+) -> Compiled | None:
     """The same figures by arithmetic."""
-    state, sampler = lowered.state, bytes_of_device(lowered.sampler())
+    state, sampler, sizes = lowered.state, bytes_of_device(lowered.sampler()), lowered.sizes
     if name == "train_step":
         arguments, outputs = bytes_of_device(state) + bytes_of_device(lowered.batch()), bytes_of_device(state)
-        temporary = estimate.train_temporaries(config, architecture, lowered.sizes, split, state)
-        peak = arguments + temporary  # the state is donated
+        temporary = estimate.train_temporaries(config, architecture, sizes, split, state)
+        return Compiled(arguments, outputs, temporary, arguments + temporary)  # the state is donated
+    if name == "reshard":
+        arguments, outputs, temporary = bytes_of_device(state.model), sampler, 0
+    elif name == "widen":
+        if len(lowered.widths) < 2:
+            return None
+        arguments, outputs = (bytes_of_device(lowered.slots(width)) for width in lowered.widths[-2:])
+        temporary = 0
     else:
-        arguments = bytes_of_device(state.model) if name == "reshard" else sampler
-        outputs = sampler if name == "reshard" else lowered.sizes.decode_rows * lowered.sizes.response * 9
-        outputs //= 1 if name == "reshard" else sampling_split.rows
-        sizes = dataclasses.replace(lowered.sizes, response=1) if name == "prefill" else lowered.sizes
-        temporary = 0 if name == "reshard" else estimate.decode_temporaries(config, architecture, sizes, sampling_split)
-        peak = arguments + outputs + temporary
-    return Compiled(arguments, outputs, temporary, peak)
+        sizes = dataclasses.replace(sizes, response=1) if name == "prefill" else sizes
+        arguments, outputs = sampler, sizes.decode_rows * lowered.sizes.response * 9 // sampling_split.rows
+        temporary = estimate.decode_temporaries(config, architecture, sizes, sampling_split)
+    return Compiled(arguments, outputs, temporary, arguments + outputs + temporary)
 
 
-def _slots(entry: dict[str, Any], config: Config, architecture, sizes: Sizes, split: Split) -> int:
+def _slots(entry: dict[str, Any], config: Config, architecture, sizes: Sizes, split: Split, caches: int) -> int:
     """Responses that can be decoded at a time: what is left beside them, in caches."""
     rows = -(-sizes.decode_rows // split.rows)
+    if caches:  # arguments, and for a moment the smaller ones beside them
+        return max(0, int((entry["hbm_bytes"] - entry["needed_bytes"] + caches) // (caches * 1.25 / rows))) * split.rows
     cache = rows * estimate.cache_bytes_of_row(config, architecture, sizes, split)
     beside = entry["needed_bytes"] - max(cache, (entry["temp_bytes"] or cache))
     per_row = max(cache, entry["temp_bytes"] or cache) / rows
@@ -201,16 +213,15 @@ def suggestions(config: Config, architecture, topology: Topology, lowered: Lower
                     models.count_parameters(architecture).total * estimate.width(config) / sampling_tensor / expert
                 )
                 free = topology.hbm_bytes - state - weights_bytes
-                slots = estimate.slots(0.8 * free, config, architecture, lowered.sizes, sampling)
-                fitting = [n * G for n in range(1, P + 1) if P % n == 0 and n * G <= slots]
-                if fitting:
+                slots = estimate.slots(MEMORY_SHARE * free, config, architecture, lowered.sizes, sampling)
+                if slots:
                     yield {
                         "config.mesh.tensor": tensor,
                         "config.mesh.expert": expert,
                         "config.mesh.fsdp": -1,
                         "config.objective.micro_batch_tokens": micro // split.rows * lowered.sizes.columns,
                         "config.mesh.sampling.tensor": sampling_tensor,
-                        "config.sampling.batch_rows": max(fitting) if max(fitting) < P * G else 0,
+                        "config.sampling.slots": slots if slots < P * G else 0,
                     }
 
 

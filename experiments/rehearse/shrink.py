@@ -10,6 +10,7 @@ from typing import Any
 
 from cispo_jax.config import Config, MeshSettings, SamplingMeshSettings, from_config_dict, to_dict
 from cispo_jax.models import TransformerConfig
+from cispo_jax.programs import SHORT
 
 DEVICES = 8
 STEPS = 4  # rollout steps: it is stopped after the first or second and goes on
@@ -29,7 +30,8 @@ def shrink(config: Config, *, demonstration: int = 0) -> Config:
     group_size = max(n for n in range(2, largest + 1) if DEVICES * passes % n == 0)
     # A pass gives each device a row: a part of a group, or a whole one where there are several passes.
     prompts = minibatches * DEVICES * passes // (group_size if passes == 1 else 1)
-    at_a_time = prompts // 2 if sampling.batch_rows < sampling.prompts_per_step * sampling.group_size else prompts
+    # Fewer slots than responses where that is so, or may be so on devices that say how much memory they have.
+    slots = DEVICES if sampling.slots or sampling.max_new_tokens >= SHORT else 0
     response = min(sampling.max_new_tokens, max(TOKENS, demonstration))
     epochs = min(objective.num_epochs, 2)
     by_steps = config.optimizer.warmup_unit == "rollout_steps"
@@ -57,7 +59,8 @@ def shrink(config: Config, *, demonstration: int = 0) -> Config:
             prompts_per_step=prompts,
             group_size=group_size,
             max_new_tokens=response,
-            batch_rows=max(1, at_a_time) * group_size if sampling.batch_rows else 0,
+            slots=slots,
+            sync_tokens=min(sampling.sync_tokens, TOKENS // 4),
         ),
         objective=dataclasses.replace(
             objective,
