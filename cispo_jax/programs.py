@@ -52,6 +52,7 @@ class Programs:
         ..., np.ndarray
     ]  # (loss mask [B, T], group ids [B]) of a mini-batch -> of each token in its loss
     layout: Layout  # of a mini-batch
+    kernel: str  # of attention in training
     layout_of: Callable[..., Layout]  # of so many `prompts` and a `group_size`
     pack: Callable[
         ..., tuple[Packed, Places]
@@ -141,12 +142,14 @@ def make_programs(
     if isinstance(loss_fn, ByRows) and loss_fn.whole:
         sizes["pass_tokens"] = prompts * config.sampling.group_size * (S + T)
     packed = config.objective.packing and not isinstance(loss_fn, ByRows)
-    layout_of = functools.partial(Layout.of, **sizes, packed=packed)
+    kernel = choose_kernel(config, architecture, mesh.devices.flat[0].platform, prompt_width, packed)
+    layout_of = functools.partial(Layout.of, **sizes, packed=packed, shared=kernel == "blocks")
     of_minibatch = layout_of(prompts=prompts, group_size=config.sampling.group_size)
 
     log_probs_fn = functools.partial(
         response_log_probs,
         packed=packed,
+        kernel=kernel,
         temperature=config.sampling.temperature,
         dtype=dtype,
         remat=config.model.remat,
@@ -183,6 +186,7 @@ def make_programs(
         log_probs_fn=log_probs_fn,
         coefficients=lambda *arrays: np.asarray(coefficients(*arrays)),
         layout=of_minibatch,
+        kernel=kernel,
         layout_of=layout_of,
         pack=pack_on_devices,
         train_step=sharding.OnMesh(mesh, train_step),
@@ -199,12 +203,17 @@ def response_log_probs(
     rows: Packed,
     *,
     packed: bool = True,
+    kernel: str = "blocks",
     temperature: float = 1.0,
     dtype: jnp.dtype = jnp.float32,
     remat: str = "off",
     chunk_size: int = CHUNK_TOKENS,
 ) -> tuple[jax.Array, jax.Array, RouterSums | None]:
-    """A `LogProbsFn`: the same layers, head and temperature as the sampler's. `packed=False`: each row is one response."""
+    """A `LogProbsFn`: the same layers, head and temperature as the sampler's.
+
+    Args:
+      packed: False: each row is one response. kernel: of attention; all but "blocks" need a copy of its prompt before each response.
+    """
     # A pass comes from the rows of some devices only: without this they alone would look its tokens up.
     tokens, segments = map(sharding.split_rows, (rows.tokens, rows.segment_ids))
     states = models.hidden_states(
@@ -212,12 +221,13 @@ def response_log_probs(
         tokens,
         segments > 0,
         segment_ids_BT=segments if packed else None,
-        prefix_ids_BT=rows.prefix_ids if packed else None,
+        prefix_ids_BT=rows.prefix_ids if packed and kernel == "blocks" else None,
         positions_BT=rows.positions,
         weight_BT=rows.weights,
         expert_ids_BTLK=rows.expert_ids,
         dtype=dtype,
         remat=remat,
+        kernel=kernel,
     )
     log_probs, entropy = fused_token_log_probs(
         jax.vmap(lambda hidden_XD, source_Y: hidden_XD[source_Y])(states.hidden_BTD, rows.source),
@@ -267,6 +277,39 @@ def choose_slots(config: Config, model: Any, prompt_width: int, mesh: Mesh, free
     if fitting >= rows and sampling.max_new_tokens < SHORT:
         return 0
     return min(rows, fitting) * devices
+
+
+def choose_kernel(
+    config: Config, architecture: models.TransformerConfig, platform: str, prompt_width: int, packed: bool
+) -> str:
+    """The kernel of attention over whole sequences in training, a value of `config.model.attention` other than auto.
+
+    The kernels of TPUs and GPUs cannot mask prefixes. With packing a prompt is then repeated before each of its responses, which costs
+    less than the kernel gains where prompts are short beside responses.
+    """
+    name, on = config.model.attention, {"splash": "tpu", "cudnn": "gpu"}
+    if name == "auto":
+        short = 4 * prompt_width <= config.sampling.max_new_tokens
+        if "softmax" not in architecture.attention:
+            return "blocks"
+        if platform == "tpu" and (short or not packed):
+            return "splash"
+        return "cudnn" if platform == "gpu" and not packed and config.model.dtype == "bfloat16" else "blocks"
+    if name in on and platform != on[name]:
+        raise ConfigError(
+            f"config.model.attention={name} is a kernel for {on[name].upper()}s and these devices are {platform.upper()}s: valid here are "
+            f"{', '.join(['auto', 'blocks', *(kernel for kernel, its in on.items() if its == platform)])}."
+        )
+    if name == "cudnn" and packed:
+        raise ConfigError(
+            "config.model.attention=cudnn cannot mask the segments of packed rows: config.objective.packing=False, or "
+            "config.model.attention=blocks."
+        )
+    if name == "cudnn" and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"config.model.attention=cudnn computes in bfloat16 and config.model.dtype={config.model.dtype}; valid then: auto or blocks."
+        )
+    return name
 
 
 def _bytes_of_device(tree: Any, shardings: Any) -> int:

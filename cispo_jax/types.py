@@ -81,7 +81,7 @@ class Packed(NamedTuple):
     passes: Leaf  # int32 scalar
     tokens: Leaf  # int32 [M, R, X]
     segment_ids: Leaf  # int32 [M, R, X], 1, 2, ... along a row for each prompt and each response, 0 = pad
-    prefix_ids: Leaf  # int32 [M, R, X], the segment of the prompt; of a prompt its own
+    prefix_ids: Leaf  # int32 [M, R, X], the segment of the prompt; of a prompt its own, and where each response has a copy of it
     positions: Leaf  # int32 [M, R, X], 0 at the first token of a prompt
     weights: Leaf  # int32 [M, R, X], how many responses of the row a token belongs to
     source: Leaf  # int32 [M, R, Y], the column that the token is predicted from

@@ -11,6 +11,7 @@ from cispo_jax.config.settings import Config, ConfigError, ObjectiveSettings, Pr
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "model.remat": ("full", "attention", "off"),
+    "model.attention": ("auto", "blocks", "splash", "cudnn"),
     "data.long_prompts": ("refuse", "filter"),
     "rewards.task": ("auto", "on", "off"),
     "objective.aggregation": ("token", "prompt", "sequence", "constant"),

@@ -34,6 +34,9 @@ class ModelSettings:
     remat: str = (
         "full"  # what the backward pass computes again: full = each layer (a third more compute) | attention | off
     )
+    attention: str = (
+        "auto"  # of whole sequences in training: blocks (any device) | splash (TPU) | cudnn (NVIDIA GPU, not packed)
+    )
 
 
 @dataclass(frozen=True)

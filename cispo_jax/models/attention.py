@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cispo_jax.models.config import TransformerConfig
+from cispo_jax.models.kernels import KERNELS
 from cispo_jax.models.layers import Span, normal, ones, rms_norm, rotate, zeros
 from cispo_jax.sharding import param
 
@@ -49,7 +50,9 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, span: Span, slope_N: jax.Array) -> tuple[jax.Array, KeyValues]:
         """Output [B, T, D] and the keys and values of these columns."""
         query, key, value = self.project(x_BTD, span.rotary)
-        return self.combine(attend(query, key, value, span.segment_BT, span.prefix_BT)), KeyValues(key, value)
+        return self.combine(attend(query, key, value, span.segment_BT, span.prefix_BT, kernel=span.kernel)), KeyValues(
+            key, value
+        )
 
     def step(
         self,
@@ -99,16 +102,22 @@ def attend(
     segment_BT: jax.Array,
     prefix_BT: jax.Array | None = None,
     *,
+    kernel: str = "blocks",
     block: int = BLOCK,
 ) -> jax.Array:
     """softmax(q k / sqrt(H)) v over the keys that a query sees (`Span`), softmax in float32; each key head serves N/M query heads.
 
     Rows of up to `block` tokens are split into a few parts of queries, each with the keys up to its end. Longer ones go block by block,
-    forward and backward, so that memory grows with T, not with T x T, and blocks that no query sees are left out.
+    forward and backward, so that memory grows with T, not with T x T, and blocks that no query sees are left out. All of this in plain
+    operations; another `kernel` is one of `kernels.KERNELS`, which know no prefixes.
     """
     T = query_BTNH.shape[1]
     ids = (segment_BT, segment_BT if prefix_BT is None else prefix_BT)
     with jax.named_scope("attend"):
+        if kernel != "blocks":
+            if prefix_BT is not None:
+                raise ValueError(f"kernel={kernel!r} cannot mask prefixes; blocks can")
+            return KERNELS[kernel](query_BTNH, key_BTMH, value_BTMH, segment_BT)
         if block < T:
             # Columns that fill the last block: as queries nobody reads them, as keys nobody sees segment 0 but pads.
             fill = lambda x: jnp.pad(x, ((0, 0), (0, -T % block), *((0, 0),) * (x.ndim - 2)))

@@ -106,10 +106,16 @@ def widen(cache: Cache, column: jax.Array, width: int) -> Cache:
     W = cache.num_columns
     oldest_first = (column + jnp.arange(W)) % W
 
-    def columns(x, axis):
-        x = jnp.take(x, oldest_first, axis=axis)
-        return jnp.pad(x, [(0, width - W if i == axis else 0) for i in range(x.ndim)])
+    def columns(x_BW):
+        x_BW = jnp.take(x_BW, oldest_first, axis=1)
+        return jnp.pad(x_BW, [(0, width - W if i == 1 else 0) for i in range(x_BW.ndim)])
+
+    def layer_by_layer(stacked):
+        """Beside the two caches, the copies of one layer at a time."""
+        wide = jnp.zeros((*stacked.shape[:2], width, *stacked.shape[3:]), stacked.dtype)
+        write = lambda i, x: x.at[i, :, :W].set(jnp.take(stacked[i], oldest_first, axis=1))
+        return jax.lax.fori_loop(0, len(stacked), write, wide)
 
     ids = cache.expert_ids_BSLK
-    ids = None if ids is None else columns(ids, 1)
-    return placed(Cache(cache.map(lambda x: columns(x, 2), lambda x: x), columns(cache.mask_BS, 1), ids))
+    memory = cache.map(layer_by_layer, lambda x: x)
+    return placed(Cache(memory, columns(cache.mask_BS), None if ids is None else columns(ids)))

@@ -43,6 +43,7 @@ class Span(NamedTuple):
     segment_BT: jax.Array  # int32: which segment of its row a token belongs to, 0 = pad
     prefix_BT: jax.Array | None  # the segment that it sees besides; None: no token has one
     index_BT: jax.Array  # tokens that it sees before itself
+    kernel: str = "blocks"  # of softmax attention (`attention.attend`)
 
 
 def rotary_angles(positions_BT: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array]:

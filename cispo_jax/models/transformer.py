@@ -122,6 +122,7 @@ def hidden_states(
     expert_ids_BTLK: jax.Array | None = None,
     dtype=jnp.float32,
     remat: str = "off",
+    kernel: str = "blocks",
     return_cache: bool = False,
 ) -> States:
     """Whole sequences through all layers.
@@ -138,7 +139,7 @@ def hidden_states(
       weight_BT: how often a token counts in the sums of the routing. None: every real one once.
       expert_ids_BTLK: the experts to take in place of the router's choice, whose gates are computed all the same. A token with an id
         that is no expert's (the sentinel of pads) is routed anew; entries of layers without experts are not read.
-      dtype: compute dtype. remat: what the backward pass computes again, a key of `REMAT`.
+      dtype: compute dtype. remat: what the backward pass computes again, a key of `REMAT`. kernel: see `attention.attend`.
     """
     B, T = tokens_BT.shape
     padding_mask_BT = jnp.ones((B, T), bool) if padding_mask_BT is None else padding_mask_BT.astype(bool)
@@ -154,7 +155,7 @@ def hidden_states(
     else:
         run_BT, index_BT = segment_ids_BT, positions_BT
     rotary = rotary_angles(index_BT if positions_BT is None else positions_BT, model.config)
-    span = Span(rotary, run_BT, prefix_ids_BT, index_BT)
+    span = Span(rotary, run_BT, prefix_ids_BT, index_BT, kernel)
     weight_BT = segment_ids_BT > 0 if weight_BT is None else weight_BT
 
     def layer(x_BTD, inputs):

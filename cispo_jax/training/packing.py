@@ -32,6 +32,7 @@ class Layout:
     responses: int  # Y, tokens of responses in a row
     longest: int = 1  # responses of one prompt that always fit a row
     packed: bool = True  # False: one response a row
+    shared: bool = True  # False: every response behind a copy of its prompt, in one segment with it
 
     @staticmethod
     def of(
@@ -43,12 +44,13 @@ class Layout:
         devices: int = 1,
         pass_tokens: int = 0,
         packed: bool = True,
+        shared: bool = True,
     ) -> Layout:
         """For `prompts` groups of responses, of at most so many tokens of prompt and of response.
 
         Args:
           pass_tokens: of one device in one forward and backward pass; at least one row. 0: chosen.
-          packed: False for one response a row.
+          packed: False for one response a row. shared: False where attention cannot mask prefixes.
         """
         X, Y, share = prompt + response - 1, response, 1
         rows = prompts * group_size
@@ -56,13 +58,14 @@ class Layout:
             # Full responses of a group split evenly over as few rows as are short enough and give every device one.
             for of_group in range(1, group_size + 1):
                 share = -(-group_size // of_group)
-                X, Y, rows = prompt + share * (response - 1), share * response, prompts * of_group
+                X = (prompt if shared else share * prompt) + share * (response - 1)
+                Y, rows = share * response, prompts * of_group
                 if X <= ROW_TOKENS and rows >= devices:
                     break
         of_device = -(-rows // devices)
         chosen = min(-(-of_device // PASSES), PASS_TOKENS // X)
         height = min(max(1, pass_tokens // X if pass_tokens else chosen), of_device)
-        return Layout(-(-of_device // height), height * devices, devices, X, Y, share, packed)
+        return Layout(-(-of_device // height), height * devices, devices, X, Y, share, packed, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,8 @@ def pack(batch: Batch, layout: Layout) -> tuple[Packed, Places]:
     prompts = [np.flatnonzero(mask) for mask in batch.padding_mask[:, :S]]  # their columns
     replayed = () if batch.expert_ids is None else (batch.expert_ids,)  # of two equal prompts they may differ
     keys = [b"".join(x[i, columns].tobytes() for x in (batch.tokens, *replayed)) for i, columns in enumerate(prompts)]
+    if not layout.shared:
+        keys = [bytes(str(i), "ascii") for i in range(len(keys))]
     rows = assign(keys, np.array([len(columns) for columns in prompts]), lengths, layout)
     passes = max(1, -(-len(rows) // layout.rows))
     experts = () if batch.expert_ids is None else batch.expert_ids.shape[2:]
@@ -104,7 +109,7 @@ def pack(batch: Batch, layout: Layout) -> tuple[Packed, Places]:
         in_pass = index // passes
         at = index % passes * layout.rows + in_pass % layout.devices * of_device + in_pass // layout.devices
         into = jax.tree.map(lambda x, at=at: x[divmod(at, layout.rows)], packed._replace(passes=None))
-        _fill(into, at, row, batch, prompts, places)
+        _fill(into, at, row, batch, prompts, places, layout.shared)
     return packed._replace(passes=np.int32(passes)), places
 
 
@@ -148,8 +153,11 @@ def assign(keys: list[bytes], prompt_lengths: np.ndarray, lengths: np.ndarray, l
 
 
 def _evenly(groups: list[list[int]], layout: Layout) -> list[list[list[int]]]:
-    """Rows of one prompt each, as the layout was made for: they always suffice."""
+    """Rows as the layout was made for, where responses share a prompt of one prompt each: they always suffice."""
     longest = layout.longest
+    if not layout.shared:
+        single = [group for group in groups for _ in group]
+        return [single[i : i + longest] for i in range(0, len(single), longest)]
     return [[group[i : i + longest]] for group in groups for i in range(0, len(group), longest)]
 
 
@@ -168,7 +176,9 @@ def shapes(layout: Layout, experts: tuple[int, ...] = ()) -> Packed:
     )
 
 
-def _fill(into: Packed, at: int, row: list[list[int]], batch: Batch, prompts: list[np.ndarray], places: Places) -> None:
+def _fill(
+    into: Packed, at: int, row: list[list[int]], batch: Batch, prompts: list[np.ndarray], places: Places, shared: bool
+) -> None:
     """Writes one row: prompt, responses, prompt, responses, ..."""
     S = batch.tokens.shape[1] - batch.loss_mask.shape[1]
     x = y = 0  # the next column of tokens and of predicted tokens
@@ -176,7 +186,7 @@ def _fill(into: Packed, at: int, row: list[list[int]], batch: Batch, prompts: li
 
     def tokens(i: int, columns: np.ndarray, *, position: int, prefix: int, weight: int) -> None:
         nonlocal x, segment
-        segment += 1
+        segment += shared or not prefix
         new = slice(x, x + len(columns))
         into.tokens[new] = batch.tokens[i, columns]
         into.segment_ids[new], into.prefix_ids[new], into.weights[new] = segment, prefix or segment, weight
