@@ -6,6 +6,7 @@ The loops (`trainer.py`, `evaluation.py`) know none of the packages imported her
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from cispo_jax.config import Config, ConfigError, suggest
 from cispo_jax.data import tokenizers
 from cispo_jax.programs import Programs, make_programs, resolve_objective
 from cispo_jax.sampling import slots
+from cispo_jax.sampling.watch import Watch
 from cispo_jax.training.sft import warm_start
 
 
@@ -33,6 +35,16 @@ class Run(Programs):
     make_model: Callable[[], Any]
     prompt_width: int
     notes: list[str]
+
+    def watch(self, examples: list[dict[str, Any]]) -> Watch:
+        """What to call while responses to these examples are sampled: groups that are complete are scored meanwhile."""
+        mine, begin = distributed.share(len(examples)), self.score.begin
+        G, decode, say = (
+            self.config.sampling.group_size,
+            self.tokenizer.decode,
+            distributed.main_only(functools.partial(print, flush=True)),
+        )
+        return Watch(examples, G, mine=mine, decode=decode, begin=begin, say=say)
 
     def warm_start(self, model: Any, report: Callable[[int, float], None]) -> Any:
         """Supervised updates on the problems' demonstrations; `report(update, loss)` after each. The model is donated."""

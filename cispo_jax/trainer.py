@@ -141,7 +141,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             rollout = run.sample(
                 sampler, [run.encode(e) for e in examples], group_size=config.sampling.group_size,
                 temperature=config.sampling.temperature, seed=config.seed, step=step, prompt_ids=ids,
-                record_experts=config.objective.routing_replay,
+                record_experts=config.objective.routing_replay, on_sync=run.watch(examples),
             )  # fmt: skip
         # ---- 3. score
         with report.timed("score"):

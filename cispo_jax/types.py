@@ -12,6 +12,15 @@ import numpy as np
 FINISH_REASONS = ("stop", "length", "repetition")  # names of Rollout.finish_reason's codes
 
 
+class Progress(NamedTuple):
+    """A rollout that goes on, in host memory; rows as in `Rollout`. The arrays are the sampler's own, to be read at once."""
+
+    ended: np.ndarray  # int [n], the rows that have ended since the last look
+    lengths: np.ndarray  # int [P*G], tokens sampled
+    response_tokens: np.ndarray  # int32 [P*G, T]
+    finish_reason: np.ndarray  # int8 [P*G], of rows that have ended an index into FINISH_REASONS
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Sampled groups in host memory. Rows are prompt-major: row p x G + g is sample g of prompt p."""

@@ -271,3 +271,41 @@ def import_path():
     import cispo_jax
 
     return {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cispo_jax.__file__))}
+
+
+# ---- scoring while others are sampled
+
+
+def test_groups_that_were_begun_are_scored_once_and_give_the_same():
+    """In any order, with others that were not; the scores of a whole call."""
+    rows = dict(
+        responses=[f"Answer: {i}" for i in range(12)],
+        examples=[{"id": i, "answer": str(3 * i)} for i in range(4) for _ in range(3)],
+        finish_reasons=["stop"] * 12,
+        response_tokens=list(range(12)),
+    )
+    group = lambda i: {name: values[3 * i : 3 * i + 3] for name, values in rows.items()}
+    with Scorer({"task": exact_match}) as inline, Scorer({"task": exact_match}, workers=2) as scorer:
+        expected = inline(**rows)
+        asked = []
+        submit = scorer._workers.submit
+        scorer._workers.submit = lambda *request: asked.append(request[-1]) or submit(*request)
+        for i in (2, 0):
+            scorer.begin(**group(i))
+        assert len(asked) == 2 and scorer(**rows) == expected
+        assert sorted(rows.examples[0]["id"] for rows in asked) == [0, 1, 2, 3]
+        # What was begun for one call is gone after it; other responses are scored for themselves.
+        scorer.begin(**group(1))
+        other = {**rows, "responses": ["Answer: 0"] * 12}
+        assert scorer(**other) == inline(**other)
+        inline.begin(**group(0))
+        assert inline(**rows) == expected
+
+
+def test_a_function_that_is_broken_says_so_when_the_scores_are_asked_for(tmp_path):
+    path = write(tmp_path, "def f(responses, **_): return 'all good'")
+    group = (["a"], [{"id": 1, "answer": "a"}], ["stop"], [1])
+    with Scorer({"mine": f"{path}:f"}, workers=1) as scorer:
+        scorer.begin(*group)
+        with pytest.raises(RewardError, match="returned 'all good'"):
+            scorer(*group)

@@ -12,6 +12,7 @@ from cispo_jax import sharding
 from cispo_jax.config import ConfigError
 from cispo_jax.sampling import sample_groups, slots
 from cispo_jax.sampling.draw import LENGTH, REPETITION
+from cispo_jax.types import FINISH_REASONS
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8], [1, 2, 3], [7], [8, 8]]
 
@@ -90,10 +91,22 @@ def test_sizes():
 
 
 def test_the_host_sees_the_progress():
-    seen: list = []
-    rollout = sample(debug_run.model(), slots=5, sync_tokens=4, on_sync=lambda *x: seen.append(x))
-    assert seen == sorted(seen) and seen[-1] == (21, rollout.lengths.sum())
-    assert len(seen) >= 4
+    ended: list[int] = []
+    tokens: list[int] = []
+    responses = {}
+
+    def look(progress):
+        ended.extend(progress.ended)
+        tokens.append(int(progress.lengths.sum()))
+        for row in progress.ended:
+            length, reason = progress.lengths[row], progress.finish_reason[row]
+            responses[row] = (progress.response_tokens[row, :length].tolist(), FINISH_REASONS[reason])
+
+    rollout = sample(debug_run.model(), slots=5, sync_tokens=4, on_sync=look)
+    assert sorted(ended) == list(range(21)) and len(tokens) >= 4
+    assert tokens == sorted(tokens) and tokens[-1] == rollout.lengths.sum()
+    expected = zip(rollout.responses(), rollout.finish_reasons, strict=True)
+    assert [responses[row] for row in range(21)] == list(expected)
 
 
 @pytest.mark.parametrize("count", [0, 5])

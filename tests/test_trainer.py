@@ -12,6 +12,7 @@ import pytest
 from cispo_jax import building, trainer
 from cispo_jax.config import ConfigError
 from cispo_jax.reporting import UPDATE_METRICS
+from cispo_jax.rewards import Scorer
 from cispo_jax.sampling import sample_groups
 
 STEP_METRICS = """reward/mean policy/entropy policy/ratio_mean policy/ratio_max policy/rollout_mismatch_max
@@ -158,6 +159,33 @@ def test_unscored_rows_are_counted_and_leave_the_loss(tmp_path):
     assert rewards.count(None) == 7
     np.testing.assert_allclose(found[1]["reward/mean"], np.mean([r for r in rewards if r is not None]))
     assert found[1]["updates"] == 3  # the group without a score is a mini-batch without a token
+
+
+def test_groups_are_scored_while_others_are_sampled_and_nothing_else_changes(tmp_path, monkeypatch):
+    """With slots and workers; once without workers. Nothing is compiled after the first step."""
+    begun: list[int] = []
+    begin = Scorer.begin
+
+    def recorded(self, *rows):
+        begun.append(rows[1][0]["id"])
+        begin(self, *rows)
+
+    monkeypatch.setattr(Scorer, "begin", recorded)
+    changes = dict(reward=None, sampling__slots=4, sampling__sync_tokens=2, steps=3)
+    task = dict(rewards__task="on", sampling__dynamic=False)
+    inline = run(tmp_path / "inline", **changes, **task)
+    assert len(begun) == len(inline[1:]) * 4
+    before = compilations.count()
+    overlapped = run(tmp_path / "overlapped", rewards__workers=1, **changes, **task)
+    assert len(begun) == 2 * len(inline[1:]) * 4
+    of_first = compilations.count() - before
+    fixed = lambda lines: [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "tokens/per"))} for line in lines
+    ]
+    assert fixed(overlapped) == fixed(inline)
+    before = compilations.count()
+    run(tmp_path / "longer", **changes | {"steps": 4}, **task)
+    assert compilations.count() - before == of_first, "one step more, no compilation more"
 
 
 def test_a_reward_that_fails_on_some_examples_costs_their_groups_only(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -106,6 +108,7 @@ class Scorer:
                 name_of(function)  # refuses what another process could not import
         self._workers = Workers(workers) if workers else None
         self._num_workers = workers
+        self._begun: dict[tuple[str, str], Future[Outcome]] = {}  # by function and group
 
     def __call__(
         self,
@@ -114,16 +117,34 @@ class Scorer:
         finish_reasons: Sequence[str],
         response_tokens: Sequence[int],
     ) -> tuple[list[float | None], dict[str, list[float | None]]]:
-        rows = Rows(list(responses), list(examples), list(finish_reasons), [int(n) for n in response_tokens])
+        rows = _rows(responses, examples, finish_reasons, response_tokens)
         parts: dict[str, list[float | None]] = {}
         self.failed = {}
         for name in self._functions:
             outcome = self._run(name, rows)
             self._note(name, outcome, len(rows))
             parts[name] = outcome.values
+        self._begun.clear()
         if self._overlong is not None:
             parts[OVERLONG] = list(overlong_penalties(rows.response_tokens, *self._overlong))
         return [_total(values) for values in zip(*parts.values(), strict=True)], parts
+
+    def begin(
+        self,
+        responses: Sequence[str],
+        examples: Sequence[dict[str, Any]],
+        finish_reasons: Sequence[str],
+        response_tokens: Sequence[int],
+    ) -> None:
+        """Lets workers score whole groups while others are sampled; the call that they are a part of takes the results.
+
+        Without workers nothing happens. What goes wrong is raised by that call.
+        """
+        if self._workers is None:
+            return
+        for group in _rows(responses, examples, finish_reasons, response_tokens).groups():
+            for name in self._functions:
+                self._begun[name, _key(group)] = self._submit(name, group)
 
     def check(self, example: dict[str, Any]) -> None:
         """One trial call on a made-up response, in this process, before device work, so that a typo shows at once."""
@@ -160,7 +181,15 @@ class Scorer:
     def _score(self, name: str, rows: Rows) -> list[Outcome]:
         if self._workers is None:
             return [apply(self._functions[name], self._label(name), rows)]
+        if self._begun:
+            groups = rows.groups()
+            futures = [self._begun.get((name, _key(group))) or self._submit(name, group) for group in groups]
+            return [future.result() for future in futures]
         return self._workers.run(self._specs[name], self._label(name), _chunks(rows, self._num_workers))
+
+    def _submit(self, name: str, rows: Rows) -> Future[Outcome]:
+        assert self._workers is not None
+        return self._workers.submit(self._specs[name], self._label(name), rows)
 
     def _note(self, name: str, outcome: Outcome, total: int) -> None:
         if outcome.failed < total:
@@ -184,6 +213,14 @@ def overlong_penalties(lengths: Sequence[int], limit: int, buffer: int, penalty:
     R_len = 0 for |y| <= limit - buffer; ((limit - buffer) - |y|) / buffer up to the limit; -1 beyond; times `penalty`.
     """
     return [-penalty * min(max(length - (limit - buffer), 0) / buffer, 1.0) + 0.0 for length in lengths]
+
+
+def _rows(responses, examples, finish_reasons, response_tokens) -> Rows:
+    return Rows(list(responses), list(examples), list(finish_reasons), [int(n) for n in response_tokens])
+
+
+def _key(rows: Rows) -> str:
+    return json.dumps(vars(rows), default=str)
 
 
 def _chunks(rows: Rows, count: int) -> list[Rows]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from cispo_jax.config import ConfigError
@@ -42,12 +42,13 @@ class Workers:
 
     def run(self, function: Callable[..., Any] | str, label: str, batches: Sequence[Rows]) -> list[Outcome]:
         """Applies one reward function to each batch, each in some worker."""
+        return [future.result() for future in [self.submit(function, label, rows) for rows in batches]]
+
+    def submit(self, function: Callable[..., Any] | str, label: str, rows: Rows) -> Future[Outcome]:
+        """The same for one batch, without waiting."""
         name, arguments = name_of(function)
-        requests = [
-            json.dumps({"function": name, "arguments": arguments, "label": label, "rows": vars(rows)}, default=str)
-            for rows in batches
-        ]
-        return list(self._threads.map(functools.partial(self._ask, label), requests, batches))
+        request = {"function": name, "arguments": arguments, "label": label, "rows": vars(rows)}
+        return self._threads.submit(self._ask, label, json.dumps(request, default=str), rows)
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -20,7 +20,7 @@ from cispo_jax.distributed import to_host
 from cispo_jax.log_probs import head_logits
 from cispo_jax.sampling import slots as continuous
 from cispo_jax.sampling.draw import RUNNING, Choice, Rows, Rules, row_keys
-from cispo_jax.types import Rollout
+from cispo_jax.types import Progress, Rollout
 
 
 def sample_groups(
@@ -44,7 +44,7 @@ def sample_groups(
     repetition_stop: int = 0,
     slots: int = 0,
     sync_tokens: int = 64,
-    on_sync: Callable[[int, int], None] | None = None,
+    on_sync: Callable[[Progress], None] | None = None,
     shard_rows: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Rollout:
     """G responses of each prompt, with the log-prob of every sampled token.
@@ -67,7 +67,7 @@ def sample_groups(
       slots: responses that decode at a time, a multiple of the devices that split rows; one that ends makes room for the next
         (`sampling.slots`). 0: all P x G, in one program that ends with the longest.
       sync_tokens: with slots, how many tokens at most between two looks of the host at them.
-      on_sync: with slots, called at each look with the number of responses that are complete and of tokens that are sampled.
+      on_sync: with slots, called at each look with what there is.
       shard_rows: puts a host array of P rows on the device(s).
 
     Returns:

@@ -23,6 +23,7 @@ from cispo_jax.models import cache as caches
 from cispo_jax.models.cache import NO_EXPERT, Cache
 from cispo_jax.sampling.draw import RUNNING, STOP, Choice, Rows, Rules, row_keys
 from cispo_jax.sharding import BATCH, batch_devices, constrain
+from cispo_jax.types import Progress
 
 FACTOR = 4  # from one number of rows or of columns to the next: every one is a compilation
 FIRST_ROOM = 1024  # columns for tokens of responses in the smallest cache
@@ -49,7 +50,7 @@ def sample(
     max_new_tokens: int,
     slots: int,
     sync_tokens: int,
-    on_sync: Callable[[int, int], None] | None,
+    on_sync: Callable[[Progress], None] | None,
     shard_rows: Callable[[np.ndarray], jax.Array],
     **static: Any,
 ) -> tuple[Any, ...]:
@@ -64,9 +65,9 @@ def sample(
     )
     while run.fill():
         run.shrink_or_widen()
-        run.decode()
+        ended = run.decode()
         if on_sync is not None:
-            on_sync(int((run.reasons != RUNNING).sum()), int(run.lengths.sum()))
+            on_sync(Progress(ended, run.lengths, run.tokens, run.reasons))
     return run.tokens, run.mask, run.log_probs, run.reasons, run.expert_ids
 
 
@@ -192,8 +193,8 @@ class _Run:
         oldest = self.lengths[self.owner[self.running]].max()
         return int(self.width - _prompt_columns(self.prompt_tokens.shape[1]) - oldest)
 
-    def decode(self) -> None:
-        """More tokens of every row that runs, until some have ended or for `sync_tokens` tokens."""
+    def decode(self) -> np.ndarray:
+        """More tokens of every row that runs, until some have ended or for `sync_tokens` tokens; the responses that have ended."""
         B, running = len(self.owner), self.running.sum()
         few = max(1, B // 8)
         until = running - few  # rows that run when it is time to fill free slots, ...
@@ -215,7 +216,10 @@ class _Run:
                 first = self.prompt_tokens.shape[1] - 1 + start
                 self.expert_ids[row, first : first + count] = ids[slot, :count]
         self.column = (self.column + int(ran.any(axis=0).sum())) % self.width
-        self.owner[reasons != RUNNING] = -1
+        ended = np.flatnonzero(self.running & (reasons != RUNNING))
+        responses = self.owner[ended]
+        self.owner[ended] = -1
+        return responses
 
     def _decode(self, slots: Slots, limit, until):
         options = {"columns": self.sync_tokens, **self.static}

@@ -78,9 +78,8 @@ def make_run(config, architecture):
 
     run = types.SimpleNamespace(
         **vars(made), config=config, score=score, encode=lambda example: prompts[example["id"] % P],
-        stream=types.SimpleNamespace(), tokenizer=types.SimpleNamespace(decode=lambda ids: ""),
+        stream=_Stream(), watch=lambda examples: None, tokenizer=types.SimpleNamespace(decode=lambda ids: ""),
     )  # fmt: skip
-    run.stream = _Stream()
     return run, made
 
 

@@ -115,7 +115,7 @@ def roofline(topology: Topology, *, flops: float, memory_bytes: float, collectiv
     }
 
 
-def train_traffic(config: Config, architecture, sizes: Sizes, split: Split, state) -> float:
+def train_traffic(config: Config, architecture, sizes: Sizes, split: Split, state, kernel: str) -> float:
     """Bytes through a device's memory in one update: weights of each pass, saved activations, scores of attention, the optimizer."""
     w, parameters = width(config), bytes_of_device(state.model)
     passes = sizes.rows // sizes.micro_rows
@@ -126,8 +126,18 @@ def train_traffic(config: Config, architecture, sizes: Sizes, split: Split, stat
     activations = (forward + 2) * architecture.num_layers * tokens * layer_width(architecture, split) * w * 2
     softmax = sum(architecture.kinds(i)[0] == "softmax" for i in range(architecture.num_layers))
     pairs = flops.scores(sizes.columns)
-    # Written and read, as float32 and in the compute dtype, in each pass.
-    scores = (forward + 2) * softmax * rows * pairs * architecture.num_heads / split.tensor * 2 * (4 + w)
+    # Written and read, as float32 and in the compute dtype, in each pass; other kernels keep them to themselves.
+    scores = (
+        (kernel == "blocks")
+        * (forward + 2)
+        * softmax
+        * rows
+        * pairs
+        * architecture.num_heads
+        / split.tensor
+        * 2
+        * (4 + w)
+    )
     return (forward + 1) * passes * held + activations + scores + 8 * parameters
 
 

@@ -50,6 +50,7 @@ def plan(
         "sampling_mesh": dict(sampling_mesh.shape),
         "estimate": topology.platform == "gpu",
         "sizes": dataclasses.asdict(sizes) | {"tokens_per_row": sizes.prompt + sizes.response},
+        "attention": lowered.programs.kernel,
         "state_bytes": state,
         "sampler_bytes": sampler,
         "cache_bytes_of_row": estimate.cache_bytes_of_row(config, architecture, sizes, sampling_split),
@@ -66,7 +67,9 @@ def plan(
         "decode": flops.decode_token(architecture, rows=sizes.decode_rows, columns=sizes.prompt + sizes.response),
     }  # fmt: skip
     traffic = {
-        "train_step": estimate.train_traffic(config, architecture, sizes, split, lowered.state),
+        "train_step": estimate.train_traffic(
+            config, architecture, sizes, split, lowered.state, lowered.programs.kernel
+        ),
         "reshard": bytes_of_device(lowered.state.model) + sampler,
         "prefill": sampler,
         "widen": 2 * caches,

@@ -21,7 +21,8 @@ def table(plan: dict[str, Any]) -> str:
     ]
     sizes = plan["sizes"]
     lines.append(
-        f"update: {sizes['rows']} rows x {sizes['tokens_per_row']:,} tokens, {sizes['micro_rows']} rows at a time; "
+        f"update: {sizes['rows']} rows x {sizes['tokens_per_row']:,} tokens, {sizes['micro_rows']} rows at a time, attention by "
+        f"{plan['attention']}; "
         f"decode: {sizes['decode_rows']} rows of {sizes['prompts']} prompts, "
         f"{plan['cache_bytes_of_row'] / 2**20:,.1f} MiB of cache a row on each device that holds it"
     )
