@@ -18,7 +18,7 @@ test: .venv/dev.stamp  ## the tests, less the slow ones; one process a core, at 
 lint: .venv/dev.stamp  ## format, lint (Python and shell) and types
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/shellcheck experiments/launch/*.sh
+	.venv/bin/shellcheck experiments/launch/*.sh experiments/benchmarks/*.sh
 	.venv/bin/mypy
 
 check: lint test  ## what a change must pass (warnings are errors)

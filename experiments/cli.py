@@ -63,7 +63,7 @@ def start() -> None:
 def run(main: Callable[[Config], int | None], argv: list[str] | None = None) -> None:
     """Parses the command line, calls `main(config)` and exits with its code; a `ConfigError` becomes one paragraph and code 2."""
     if argv is None:
-        _use_huge_pages()
+        use_huge_pages()
     try:
         config = parse(sys.argv if argv is None else argv)
         code = main(config)
@@ -80,7 +80,7 @@ def _fail(paragraph: str) -> None:
     sys.exit(2)
 
 
-def _use_huge_pages() -> None:
+def use_huge_pages() -> None:
     """Starts this command again with glibc's huge pages for large buffers, unless the user has set GLIBC_TUNABLES.
 
     XLA's CPU client allocates gradients and temporaries anew in every call; with 4 KiB pages a train step of a 135M model takes

@@ -23,20 +23,10 @@ import numpy as np
 
 from cispo_jax import programs, sharding, trainer
 from cispo_jax.config import default_config, from_config_dict
+from experiments import cli
 from experiments.benchmarks import shapes, timing
 
 P, G, S, T, UPDATES = 4, 8, 32, 64, 4
-
-
-class Counter:
-    """Programs compiled so far in this process."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, *_, **__) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 def settings(**changes):
@@ -95,16 +85,16 @@ class _Nothing:
         return lambda *args, **options: None
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", default="", help="file for the figures")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
-    compiled = Counter()
+    compiled = timing.Compilations()
     architecture = shapes.common(args.layers, args.vocab, args.experts)
     run, made = make_run(settings(), architecture)
     state = trainer.RunState(made.init_state(shapes.random_model(architecture)))
@@ -153,10 +143,11 @@ def main() -> None:
         "compiled_after_it": recompiled,
         "peak_rss_mib": peak,
     }
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' '):<34}{value:10.3f}")
+    for name, figure in figures.items():
+        print(f"{name.replace('_', ' '):<34}{figure:10.3f}")
     timing.write(args.json, vars(args) | {"figures": figures})
 
 
 if __name__ == "__main__":
+    cli.use_huge_pages()
     main()

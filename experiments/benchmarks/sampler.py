@@ -10,9 +10,11 @@ by `generate` (torch, float32). Cases:
   prompt   the same after prompts of 256 tokens
   skewed   8 prompts x 8 responses of up to 256 tokens, three quarters of which end within 64
   sixteen  2 prompts of 32 tokens x 8 responses of 64 tokens
+  wide     8 prompts of 32 tokens x 8 responses of 256 tokens each
 
 Every round runs all samplers once, so that a busy machine slows all of them; printed are medians over the rounds, and medians of the
-rounds' ratios. A CPU second is one of a core; on an accelerator only wall seconds mean something.
+rounds' ratios. A CPU second is one of a core; on an accelerator only wall seconds mean something. Where all rows decode all the time:
+the bytes that a token of every row must read (weights, keys and values), a second, over those of an array that is copied here.
 
 On 2 cores of an AMD EPYC, jax 0.10.2, torch 2.13, `--rounds=3 --cases skewed equal`, useful tokens a CPU second: skewed, 64 slots 2.04 and
 16 slots 2.29 times the plain loop; equal, the plain loop 2.3 times transformers, slots 0.98 times the plain loop.
@@ -21,7 +23,6 @@ On 2 cores of an AMD EPYC, jax 0.10.2, torch 2.13, `--rounds=3 --cases skewed eq
 import argparse
 import functools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ CASES = {  # prompts, responses of each, tokens of a prompt, tokens of a respons
     "prompt": (4, 8, 256, 64, 0.0),
     "skewed": (8, 8, 32, 256, 1.386 / 64),
     "sixteen": (2, 8, 32, 64, 0.0),
+    "wide": (8, 8, 32, 256, 0.0),
 }
 
 
@@ -105,23 +107,28 @@ class Peer:
 
 def load(name: str):
     """Model and architecture of a preset or of weights."""
+    from cispo_jax import models, weights
+    from experiments.benchmarks import shapes
+
+    if name != "common" and name not in models.PRESETS:
+        return weights.load_pretrained(name)
+    architecture = shapes.architecture(name)
+    return shapes.random_model(architecture), architecture
+
+
+def bytes_of_token(model, architecture, case: str, width: int) -> float:
+    """What one token of every row must read: the layers once, the head in float32, the keys and values of the columns so far."""
     import jax
 
-    from cispo_jax import models, weights
-
-    if name == "common":
-        architecture = models.TransformerConfig(
-            8_192, 256, 8, 4, 2, 64, 768, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tied_head=True
-        )
-    elif name in models.PRESETS:
-        architecture = models.PRESETS[name]
-    else:
-        model, architecture = weights.load_pretrained(name)
-        return model, architecture
-    return jax.jit(lambda: models.Transformer(architecture, key=jax.random.key(0)))(), architecture
+    P, G, S, T, _ = CASES[case]
+    parameters = sum(x.size for x in jax.tree.leaves(model.layers)) * width
+    head = architecture.vocab_size * architecture.embed_dim * 4
+    softmax = sum(architecture.kinds(i)[0] == "softmax" for i in range(architecture.num_layers))
+    of_column = 2 * softmax * architecture.num_kv_heads * architecture.head_dim * width
+    return parameters + head + P * G * (S + T / 2) * of_column
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="common")
     parser.add_argument("--cases", nargs="+", default=["equal", "prompt", "skewed"], choices=CASES)
@@ -131,15 +138,17 @@ def main() -> None:
     parser.add_argument("--transformers", default="", help="a Python that has torch and transformers")
     parser.add_argument("--json", default="", help="file for the figures")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
+    args = parser.parse_args(argv)
+    if args.worker:  # in another Python, which need not have jax
         return worker(args.worker)
 
     import jax
     import jax.numpy as jnp
 
-    from cispo_jax import weights
+    from cispo_jax import programs, sharding, weights
+    from cispo_jax.config import MeshSettings
     from cispo_jax.sampling import sample_groups
+    from experiments.benchmarks import timing
 
     model, architecture = load(args.preset)
     peer = None
@@ -147,17 +156,21 @@ def main() -> None:
         folder = tempfile.mkdtemp()
         weights.save_pretrained(folder, model, architecture)
         peer = Peer(args.transformers, folder)
+    dtype = jnp.dtype(args.dtype)
+    mesh = sharding.make_mesh(MeshSettings(fsdp=1), jax.devices()[:1])
+    model = programs.sampling_layout(jax.eval_shape(lambda: model), mesh, dtype)(model)  # as a run samples
 
     def ours(case: str, slots: int, seed: int) -> dict[str, float]:
         _, G, S, T, _ = CASES[case]
         start = time.perf_counter(), time.process_time()
         rollout = sample_groups(
             model, prompts_of(case, architecture.vocab_size), group_size=G, max_new_tokens=T, temperature=1.0,
-            eos_ids=ends_of(case, architecture.vocab_size), seed=seed, prompt_width=S, dtype=jnp.dtype(args.dtype), slots=slots,
+            eos_ids=ends_of(case, architecture.vocab_size), seed=seed, prompt_width=S, dtype=dtype, slots=slots,
         )  # fmt: skip
         seconds = time.perf_counter() - start[0], time.process_time() - start[1]
         return {"tokens": float(rollout.lengths.sum()), "wall": seconds[0], "cpu": seconds[1]}
 
+    bandwidth = timing.copy_rate()
     figures: dict[str, dict] = {}
     for case in args.cases:
         rows = CASES[case][0] * CASES[case][1]
@@ -167,34 +180,36 @@ def main() -> None:
             samplers[f"slots {args.slots}"] = functools.partial(ours, case, args.slots)
         if peer is not None:
             samplers["transformers"] = functools.partial(peer.run, case)
-        runs: dict[str, list[dict]] = {name: [] for name in samplers}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in samplers}
         for round_ in range(args.rounds + 1):
             for name, run in samplers.items():
                 result = run(round_)
                 if round_:  # the first round compiles
-                    runs[name].append({unit: result["tokens"] / result[unit] for unit in ("wall", "cpu")})
+                    runs[name].append({unit: result["tokens"] / result[unit] for unit in timing.UNITS})
         print(f"{case}: {rows} responses")
         figures[case] = {}
         for name in samplers:
-            speed = {unit: statistics.median(run[unit] for run in runs[name]) for unit in ("wall", "cpu")}
-            ratio = {
-                f"{unit}_times_plain": statistics.median(
-                    a[unit] / b[unit] for a, b in zip(runs[name], runs["plain"], strict=True)
-                )
-                for unit in ("wall", "cpu")
-            }
-            figures[case][name] = speed | ratio
+            speeds = {unit: [run[unit] for run in runs[name]] for unit in timing.UNITS}
+            plain = {unit: [run[unit] for run in runs["plain"]] for unit in timing.UNITS}
+            speed, ratio = timing.median(speeds), timing.ratio(speeds, plain)
+            figures[case][name] = {"tokens_per_second": speed, "times_plain": ratio}
             print(
                 f"  {name:<14}{speed['wall']:9.0f} tokens/s{speed['cpu']:9.0f} tokens/CPU s   x plain: "
-                f"{ratio['wall_times_plain']:5.2f} wall {ratio['cpu_times_plain']:5.2f} CPU",
+                f"{ratio['wall']:5.2f} wall {ratio['cpu']:5.2f} CPU",
                 flush=True,
             )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cases": figures}, file, indent=2
-            )
+        if not CASES[case][-1]:  # all rows decode all the time
+            moved = bytes_of_token(model, architecture, case, dtype.itemsize)
+            rate = moved * figures[case]["plain"]["tokens_per_second"]["wall"] / rows
+            figures[case]["bytes_per_second"] = rate
+            print(f"  plain reads {moved / 2**20:,.1f} MiB a token of every row: {rate / bandwidth:.1%} of a copy")
+    print(f"copy: {bandwidth / 1e9:,.1f} GB/s read and written")
+    timing.write(args.json, vars(args) | {"figures": figures, "copy_bytes_per_second": bandwidth})
 
 
 if __name__ == "__main__":
+    if not any(argument.startswith("--worker") for argument in sys.argv):
+        from experiments import cli
+
+        cli.use_huge_pages()
     main()

@@ -56,6 +56,17 @@ def copy_rate(mib: int = 256, rounds: int = 5) -> float:
     return 2 * x.nbytes / min(rounds_of({"": lambda: copy(x)}, rounds)[""]["wall"])
 
 
+class Compilations:
+    """Programs compiled since it was made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, *_: Any, **__: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
 def write(path: str, figures: dict[str, Any]) -> None:
     """The figures with the device and the version, as JSON; nothing without a path."""
     if path:

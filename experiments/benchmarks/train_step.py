@@ -27,6 +27,7 @@ from cispo_jax.config import OptimizerSettings
 from cispo_jax.training.optimizer import make_optimizer
 from cispo_jax.training.packing import Layout, pack
 from cispo_jax.training.train_step import init_state, make_train_step
+from experiments import cli
 from experiments.benchmarks import shapes, timing
 from experiments.plan import flops
 
@@ -55,7 +56,7 @@ def model_flops(architecture, *, rows: int, prompt: int, response: int) -> float
     return 3 * (flops.layers(architecture, rows * tokens, pairs) + flops.head(architecture, rows * response))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="common")
     parser.add_argument("--prompts", type=int, default=4)
@@ -64,24 +65,33 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=64, help="the limit of a response, in tokens")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--remat", default="off", choices=["off", "full", "attention"])
+    parser.add_argument(
+        "--attention", default="blocks", choices=["blocks", "splash", "cudnn"], help="cudnn: of padded rows only"
+    )
     parser.add_argument("--pass-tokens", type=int, default=0, help="config.objective.micro_batch_tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", default="", help="file for the figures")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     architecture = shapes.architecture(args.preset)
     model = shapes.random_model(architecture)
     G, S, T = args.group_size, args.prompt, args.response
     sizes = dict(group_size=G, prompt=S, response=T)
-    layout_of = lambda prompts, packed: Layout.of(prompts=prompts, pass_tokens=args.pass_tokens, packed=packed, **sizes)
+    masks = args.attention != "cudnn"  # segments: rows can be packed
+    kernel = {True: args.attention if masks else "blocks", False: args.attention}
+
+    def update(batch, prompts: int, packed: bool) -> Update:
+        shared = kernel[packed] == "blocks"
+        layout = Layout.of(prompts=prompts, pass_tokens=args.pass_tokens, packed=packed, shared=shared, **sizes)
+        return Update(model, batch, layout, dtype=jnp.dtype(args.dtype), remat=args.remat, kernel=kernel[packed])
+
     lengths = shapes.typical_lengths(args.prompts * G, T)
     typical = shapes.minibatch(architecture.vocab_size, lengths, **sizes)
     full = shapes.minibatch(architecture.vocab_size, np.full(G, T), **sizes)
-    options = {"dtype": jnp.dtype(args.dtype), "remat": args.remat}
     variants: dict[str, Callable[[], Any]] = {
-        "packed": Update(model, typical, layout_of(args.prompts, True), **options),
-        "padded": Update(model, typical, layout_of(args.prompts, False), **options),
-        "full": Update(model, full, layout_of(1, True), **options),
+        "packed": update(typical, args.prompts, True),
+        "padded": update(typical, args.prompts, False),
+        "full": update(full, 1, masks),
         "bare": shapes.Bare(model, full, args.dtype),
     }
     found = timing.rounds_of(variants, args.rounds)
@@ -114,4 +124,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    cli.use_huge_pages()
     main()
