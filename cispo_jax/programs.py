@@ -34,7 +34,7 @@ OBJECTIVES: dict[str, Callable] = {
 
 SHORT = 256  # tokens of a response below which all rows decode in one program: it compiles once, and there is little to wait for
 MEMORY_SHARE = 0.7  # of what is free, for the caches of the slots: the next size of a cache is made beside the last one
-CHUNK_TOKENS = 256  # of each device, whose logits are held at a time: with a vocabulary of 151,936 156 MB
+CHUNK_TOKENS, CHUNK_LOGITS = 256, 2**24  # of each device at a time: tokens, and numbers of their logits (64 MiB)
 
 
 @dataclass
@@ -153,7 +153,7 @@ def make_programs(
         temperature=config.sampling.temperature,
         dtype=dtype,
         remat=config.model.remat,
-        chunk_size=CHUNK_TOKENS * devices,
+        chunk_size=chunk_tokens(architecture.vocab_size) * devices,
     )
 
     @jax.jit
@@ -235,8 +235,14 @@ def response_log_probs(
         rows.targets,
         temperature=temperature,
         chunk_size=chunk_size,
+        head_shards=sharding.shards("tensor"),
     )
     return log_probs, entropy, models.router_sums(states.routing)
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """How many tokens of a device have their logits in memory at a time."""
+    return max(32, min(CHUNK_TOKENS, CHUNK_LOGITS // vocab_size // 32 * 32))
 
 
 def sampling_layout(abstract: Any, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Any], Any]:

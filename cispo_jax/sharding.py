@@ -164,6 +164,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def shards(axis: str) -> int:
+    """How many devices an axis of the mesh at hand has; 1 without a mesh."""
+    return jax.sharding.get_abstract_mesh().shape.get(axis, 1)
+
+
 def batch_devices(mesh: Mesh | AbstractMesh) -> int:
     """How many ways the rows of a batch are split: row counts must be a multiple of it."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH]))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from cispo_jax import models
 from cispo_jax.config import Config
 from cispo_jax.models.attention import BLOCK
-from cispo_jax.programs import CHUNK_TOKENS
+from cispo_jax.programs import chunk_tokens
 from cispo_jax.sharding import BATCH
 from experiments.plan import flops
 from experiments.plan.chips import Topology
@@ -61,7 +61,7 @@ def train_temporaries(config: Config, architecture: models.TransformerConfig, si
     layer_work = tokens * w * layer_width(architecture, split)
     saved = tokens * D * w if config.model.remat == "full" else layer_work
     weights = 3 * largest_layer(architecture, split) * w if split.rows > 1 else 0
-    head = 3 * D * V * 4 + 3 * CHUNK_TOKENS * V * 4 + rows * sizes.targets * D * 3 * w
+    head = 3 * D * V * 4 + 3 * chunk_tokens(architecture.vocab_size) * V * 4 + rows * sizes.targets * D * 3 * w
     scores = 3 * rows * (architecture.num_heads / split.tensor) * min(BLOCK * BLOCK, sizes.columns**2) * 4
     return int(gradients + architecture.num_layers * saved + 2 * layer_work + weights + head + scores)
 
