@@ -7,11 +7,11 @@ From the paper (arXiv:2506.13585): AdamW 0.9, 0.95, 1e-15, float32 head, no lowe
 dynamic sampling and DAPO's penalty of long responses, responses up to 40K (its first stage; 512 H800). It gives no upper bound, rate,
 batch or group: the bound is ScaleRL's 1 + 4, the others are DAPO's. Not run here (512 chips).
 
-The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1; 18 minutes on 2 cores of an AMD EPYC), GiB of the 95 of a chip: train
-step 82.9, with 512 rows of 40,960 tokens at a time; reshard 27.9; prefill 27.9; decode of 8,192 responses, 16 a chip, 54.1, of which
-16,768 would fit. An update computes for at least 36 s; the links are busy for 17 s at most, were every exchange of tokens as full as its
-buffer. The paper's 80K does not fit: a row's saved activations, 36 GiB here, would double, by which at least 23 GiB are missing, and no
-axis of the mesh splits a row.
+The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1; 8 minutes on 2 cores of an AMD EPYC, other work beside it), GiB of the
+95 of a chip: train step 75.8, with 512 rows of 40,960 tokens at a time and softmax attention by Splash; reshard 27.9; with 8,192
+responses at a time, 16 a chip, prefill 51.1, decode 66.9 and 60.7 while their caches grow; 12,800 would fit. An update computes for at
+least 36 s; the links are busy for 16 s at most, were every exchange of tokens as full as its buffer. The paper's 80K does not fit: a
+row's saved activations, 36 GiB here, would double, by which at least 16 GiB are missing, and no axis of the mesh splits a row.
 """
 
 from cispo_jax.config import default_config

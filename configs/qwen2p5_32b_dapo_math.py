@@ -8,9 +8,10 @@ problems of DAPO-Math-17k, one a line with `prompt` and `answer`. As in DAPO: 51
 16 updates, 2,048 tokens of prompt and 20,480 of response, AdamW 1e-6 after 20 steps of warm-up, no KL. What the paper leaves open is
 taken from ScaleRL: CISPO's cap is 1 + 4. Not run here (128 chips).
 
-The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1; 5.5 minutes on 2 cores of an AMD EPYC), GiB of the 95 of a chip: train
-step 46.1, reshard 26.3, prefill 25.5, decode 65.5 with 1,024 responses at a time; 1,664 would fit. An update computes for at least 62 s;
-its links are busy for 1.7 s (1,038 GB leave a chip).
+The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1; 2 to 4 minutes on 2 cores of an AMD EPYC), GiB of the 95 of a chip:
+train step 45.5, with attention by Splash; reshard 26.3; with 1,024 responses at a time prefill 63.9, decode 64.1 and 77.9 while their
+caches grow; 1,392 would fit. An update whose responses are all as long as the limit computes for at least 62 s; its links are busy for
+1.3 s (779 GB leave a chip).
 """
 
 from cispo_jax.config import default_config

@@ -7,9 +7,10 @@ Data, batches and rates are those of qwen2p5_32b_dapo_math.py. It trains on the 
 load-balance loss stays off: at a rate of 1e-6 the routers hardly move, no token is ever dropped, and over micro-batches it would cost one
 more forward pass; `moe/*` in metrics.jsonl shows whether the balance drifts. Not run here (128 chips).
 
-The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1), GiB of the 95 of a chip: train step 14.3 (11 minutes of one core to
-compile); reshard 6.5 and prefill 6.5 beside at most 2.7 of training state; decode 27.0 with 1,024 responses at a time, 4,192 would fit. A
-token of all of them takes at least 7.5 ms.
+The plan as that command printed it (libtpu 0.0.50.1, jax 0.12.0.1; 8.5 minutes on 2 cores of an AMD EPYC, other work beside it), GiB of
+the 95 of a chip: train step 14.6, with attention by Splash; reshard 8.3; with 1,024 responses at a time prefill 22.9, decode 26.5 and
+28.8 while their caches grow; 4,096 would fit. A token of all of them takes at least 7.5 ms. In an update the links are busy for 13 s at
+most, were every exchange of tokens as full as its buffer, beside at least 12 s of computing.
 """
 
 from configs import qwen2p5_32b_dapo_math
