@@ -1,5 +1,6 @@
 """The update: its gradient is that of the plain loss on the whole batch, however the batch is cut and wherever it lies."""
 
+import dataclasses
 import functools
 
 import compilations
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cispo_jax import masked, objectives, programs, sharding
+from cispo_jax import masked, models, objectives, programs, sharding
 from cispo_jax.config import ObjectiveSettings, OptimizerSettings
+from cispo_jax.training import packing
 from cispo_jax.training.optimizer import make_optimizer
+from cispo_jax.training.packing import Layout
 from cispo_jax.training.train_step import init_state, make_score_step, make_train_step
 from cispo_jax.types import Batch
 
@@ -359,3 +362,28 @@ def test_a_positive_lower_bound_warns_once():
     notes = []
     programs.resolve_objective(ObjectiveSettings(epsilon_low=0.2), None, notes)
     assert len(notes) == 1 and "epsilon_low=0.2" in notes[0] and "0.8" in notes[0]
+
+
+@pytest.mark.parametrize("pass_tokens", [0, 10**6])  # several passes, whose gradients are added up, and one
+def test_memory_grows_with_tokens_not_with_vocabulary_times_tokens(pass_tokens):
+    """SmolLM2-135M, 16 x 256 tokens, by the compiler's own account: 16k -> 128k words add what the head itself holds."""
+    small, large = 2**14, 2**17
+
+    def peak(vocab_size):
+        architecture = dataclasses.replace(models.PRESETS["smollm2-135m"], vocab_size=vocab_size)
+        optimizer = make_optimizer(OptimizerSettings())
+        layout = Layout.of(prompts=2, group_size=8, prompt=128, response=128, pass_tokens=pass_tokens)
+        options = {"remat": "full", "chunk_size": programs.chunk_tokens(vocab_size)}
+        log_probs_fn = functools.partial(programs.response_log_probs, **options)
+        step = make_train_step(log_probs_fn, objectives.cispo_loss, optimizer)
+        state = jax.eval_shape(lambda: init_state(models.Transformer(architecture, key=jax.random.key(0)), optimizer))
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        memory = step.lower(state, packing.shapes(layout), rate).compile().memory_analysis()
+        assert (layout.passes > 1) == (pass_tokens == 0)
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    # Weights, two moments and the gradient, and with several passes the sum of their gradients.
+    copies = 4 if pass_tokens else 5
+    own = copies * 4 * (large - small) * models.PRESETS["smollm2-135m"].embed_dim
+    first, second = peak(small), peak(large)
+    assert second - first - own < 0.1 * first
