@@ -1,6 +1,7 @@
 """The decoder against a float64 oracle in NumPy, and what padding, packing, caching and rematerialisation must not change."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -406,25 +407,32 @@ DECODED = ["plain", "minimax", *(pytest.param(name, marks=pytest.mark.slow) for 
 
 @pytest.mark.parametrize("name", DECODED)
 def test_decoding_with_the_cache_is_forward(name):
-    """A prefill of T columns, then one token at a time, for T around lightning attention's block; a prompt's pads stay out of sight."""
+    """A prefill of T columns, then one token at a time, for T around lightning attention's block; a prompt's pads stay out of sight.
+
+    For one response to each prompt, which has its columns, and for two that share them.
+    """
     block = 16
     model = debug_run.model(dataclasses.replace(VARIANTS[name], lightning_block=block))
     rows = np.random.default_rng(0).integers(0, 17, (2, 3 * block + 8))
     whole = np.asarray(jax.jit(hidden_states)(model, rows).hidden_BTD)
     start = jax.jit(prefill, static_argnames=("copies", "room"))
     step = jax.jit(decode_step)
-    for T in (1, 7, block - 1, block, 3 * block + 5) if name == "minimax" else (7,):
-        lengths = np.array([T, T - T // 3])
+    lengths_of = (1, 7, block - 1, block, 3 * block + 5) if name == "minimax" else (7,)
+    for T, copies in itertools.product(lengths_of, (1, 2)):
+        lengths, room = np.array([T, T - T // 3]), 64 - T
         tokens, mask = pad([row[:length] for row, length in zip(rows, lengths, strict=True)], T, "left")
-        hidden, cache = start(model, tokens, mask, copies=2, room=64 - T)
-        real = np.repeat(lengths, 2)
-        at = lambda t: np.repeat(whole[np.arange(2), lengths + t - 1], 2, axis=0)
+        hidden, cache = start(model, tokens, mask, copies=copies, room=room)
+        assert (cache.shared is not None) == (copies > 1)
+        first = cache.num_columns - room
+        assert first == (0 if copies > 1 else T)
+        real = np.repeat(lengths, copies)
+        at = lambda t: np.repeat(whole[np.arange(2), lengths + t - 1], copies, axis=0)
         np.testing.assert_allclose(hidden, at(0), rtol=1e-5, atol=2e-5)
         for t in range(3):
-            token = np.repeat(rows[np.arange(2), lengths + t], 2)
-            hidden, cache = step(model, token, real + t, cache, T + t)
+            token = np.repeat(rows[np.arange(2), lengths + t], copies)
+            hidden, cache = step(model, token, real + t, cache, first + t)
             np.testing.assert_allclose(hidden, at(t + 1), rtol=1e-5, atol=2e-5)
-        assert cache.mask_BS.sum(axis=1).tolist() == (real + 3).tolist()
+        assert cache.mask_BS.sum(axis=1).tolist() == (real * (copies == 1) + 3).tolist()
 
 
 def test_a_lightning_layer_remembers_one_state_whatever_the_room():
@@ -433,9 +441,12 @@ def test_a_lightning_layer_remembers_one_state_whatever_the_room():
         lambda m: prefill(m, TOKENS, TOKENS > 0, copies=3, room=room, dtype=jnp.bfloat16), model
     )
     for room in (1, 1000):
-        lightning, (keys, values) = start(room)[1].memory
+        cache = start(room)[1]
+        lightning, (keys, values) = cache.memory
         assert lightning.shape == (2, 6, 4, 4, 4) and lightning.dtype == jnp.float32
-        assert keys.shape == values.shape == (2, 6, 7 + room, 2, 4) and keys.dtype == jnp.bfloat16
+        assert keys.shape == values.shape == (2, 6, room, 2, 4) and keys.dtype == jnp.bfloat16
+        none, (keys, values) = cache.shared.memory
+        assert none is None and keys.shape == values.shape == (2, 2, 7, 2, 4)
 
 
 def test_bfloat16_computes_close_to_float32_and_ends_in_float32(qwen):

@@ -63,13 +63,20 @@ class Attention(nnx.Module):
         seen_BS: jax.Array,
         layer: jax.Array,
         slot: jax.Array,
+        shared: tuple[KeyValues, jax.Array] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
-        """One token a row, written at column `slot` of its layer in the stacked memory, in place in a loop's carry."""
+        """One token a row, written at column `slot` of its layer in the stacked memory, in place in a loop's carry.
+
+        `shared`: stacked keys and values of the P prompts that the rows go on from, and which of their columns are seen.
+        """
         query, *new = self.project(x_BTD, rotary)
         write = lambda x, x_BTMH: jax.lax.dynamic_update_slice(x, x_BTMH[None].astype(x.dtype), (layer, 0, slot, 0, 0))
         stacked = KeyValues(*map(write, stacked, new))
-        keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in stacked)
-        return self.combine(_at_once(query, keys, values, seen_BS[:, None])), stacked
+        of_layer = lambda stacked: KeyValues(*(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in stacked))
+        if shared is None:
+            return self.combine(_at_once(query, *of_layer(stacked), seen_BS[:, None])), stacked
+        prompts, seen_PS = shared
+        return self.combine(_after_prompts(query, of_layer(prompts), seen_PS, of_layer(stacked), seen_BS)), stacked
 
     @staticmethod
     def with_room(stacked: KeyValues, room: int) -> KeyValues:
@@ -138,6 +145,20 @@ def _at_once(query_BTNH, key_BSMH, value_BSMH, seen_BTS) -> jax.Array:
     scores = _scores(query_BTNH.reshape(B, T, M, N // M, H), key_BSMH, seen_BTS)
     weights = jax.nn.softmax(scores, axis=-1).astype(value_BSMH.dtype)
     return jnp.einsum("bmgts,bsmh->btmgh", weights, value_BSMH).reshape(B, T, N, H)
+
+
+def _after_prompts(query_BTNH, prompts: KeyValues, seen_PS, own: KeyValues, seen_BT) -> jax.Array:
+    """One query a row over the columns of its prompt, which B / P rows read together, and its own."""
+    (B, _, N, H), (P, S, M, _) = query_BTNH.shape, prompts.key_BSMH.shape
+    # [P, B / P, M, N / M, H] as rows of one product a prompt and key head.
+    query_PRMGH = query_BTNH.reshape(P, B // P, M, N // M, H)
+    scores = _scores(query_PRMGH, prompts.key_BSMH, jnp.broadcast_to(seen_PS[:, None], (P, B // P, S)))
+    of_prompts = jnp.moveaxis(scores, 3, 1).reshape(B, M, N // M, 1, S)
+    of_own = _scores(query_BTNH.reshape(B, 1, M, N // M, H), own.key_BSMH, seen_BT[:, None])
+    weights = jax.nn.softmax(jnp.concatenate([of_prompts, of_own], axis=-1), axis=-1).astype(own.value_BSMH.dtype)
+    of_prompts = weights[..., :S].reshape(P, B // P, M, N // M, S)
+    output = jnp.einsum("prmgs,psmh->prmgh", of_prompts, prompts.value_BSMH).reshape(B, 1, N, H)
+    return output + jnp.einsum("bmgts,bsmh->btmgh", weights[..., S:], own.value_BSMH).reshape(B, 1, N, H)
 
 
 def _sees(segment_BT, prefix_BT, segment_BS, first_T, first_S) -> jax.Array:

@@ -19,6 +19,13 @@ from cispo_jax.sharding import BATCH, batch_devices, constrain
 NO_EXPERT = -1  # in records of experts: of pads, and of tokens without a record
 
 
+class Shared(NamedTuple):
+    """The columns of P prompts, each read by its B / P responses: kept once, and multiplied by all of them together."""
+
+    memory: tuple[Any, ...]  # of each place of the period KeyValues [L, P, S, M, H]; None of lightning attention
+    mask_PS: jax.Array
+
+
 class Cache(NamedTuple):
     """For each place of the period, stacked over its layers: of softmax attention keys and values, of lightning attention its state.
 
@@ -28,6 +35,7 @@ class Cache(NamedTuple):
     memory: tuple[Any, ...]  # KeyValues [L, B, S, M, H] | state [L, B, N, H, H]
     mask_BS: jax.Array
     expert_ids_BSLK: jax.Array | None = None
+    shared: Shared | None = None  # columns that rows have in common; those of `memory` come after them
 
     @property
     def num_columns(self) -> int:

@@ -61,6 +61,7 @@ class LightningAttention(nnx.Module):
         seen_BS: jax.Array,
         layer: jax.Array,
         slot: jax.Array,
+        shared: None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """One token a row: the state of its layer in the stacked memory moves on, in place in a loop's carry."""
         query, key, value = (x[:, 0].astype(jnp.float32) for x in self.project(x_BTD))

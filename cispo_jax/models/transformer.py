@@ -18,13 +18,13 @@ from flax import nnx
 
 from cispo_jax.log_probs import head_logits
 from cispo_jax.models.attention import Attention
-from cispo_jax.models.cache import NO_EXPERT, Cache
+from cispo_jax.models.cache import NO_EXPERT, Cache, Shared
 from cispo_jax.models.config import TransformerConfig
 from cispo_jax.models.layers import Mlp, Span, mix, normal, ones, rms_norm, rotary_angles
 from cispo_jax.models.lightning import LightningAttention, slopes
 from cispo_jax.models.moe import MoeMlp, Routing
 from cispo_jax.routing import RouterSums
-from cispo_jax.sharding import constrain, param, split_rows
+from cispo_jax.sharding import batch_devices, constrain, param, split_rows
 
 ATTENTION: dict[str, Any] = {"softmax": Attention, "lightning": LightningAttention}
 MLP: dict[str, Any] = {"dense": Mlp, "moe": MoeMlp}
@@ -263,24 +263,36 @@ def prefill(
     record: bool = False,
     dtype=jnp.float32,
 ) -> tuple[jax.Array, Cache]:
-    """Runs P prompts once and repeats each one's cache for its `copies` responses, with `room` columns for their tokens.
+    """Runs P prompts once, for `copies` responses to each, with `room` columns for their tokens.
 
     Returns the hidden states [P x copies, D] of the last prompt token (prompts are left-padded) and the cache of those rows; with
-    `record` it keeps the experts that each token takes.
+    `record` it keeps the experts that each token takes. The columns of a prompt are `Shared` by its responses, where there are several
+    and all lie on the device of the prompt; else each has a copy.
     """
     hidden_PSD, memory, routing = hidden_states(model, tokens_PS, mask_PS, dtype=dtype, return_cache=True)
+    assert memory is not None
+    mesh = jax.sharding.get_abstract_mesh()
+    share = copies > 1 and (mesh.empty or len(tokens_PS) % batch_devices(mesh) == 0)
     # P prompts may be too few to be split over all devices; their P x copies responses are not.
-    memory = jax.tree.map(lambda x: split_rows(jnp.repeat(x, copies, axis=1), axis=1), memory)
+    repeat = lambda x: split_rows(jnp.repeat(x, copies, axis=1), axis=1)
     kinds = [ATTENTION[model.config.kinds(place)[0]] for place in range(model.config.period)]
+    of_prompts = tuple(x if kind is Attention else None for kind, x in zip(kinds, memory, strict=True))
+    if share:
+        # Softmax attention begins without a column of its own.
+        memory = tuple(
+            jax.tree.map(lambda x: x[:, :, :0], x) if kind is Attention else x
+            for kind, x in zip(kinds, memory, strict=True)
+        )
+    memory = jax.tree.map(repeat, memory)
     memory = tuple(kind.with_room(stacked, room) for kind, stacked in zip(kinds, memory, strict=True))
-    mask_BS = jnp.pad(jnp.repeat(mask_PS, copies, axis=0), ((0, 0), (0, room)))
+    mask_BS = jnp.pad(jnp.repeat(mask_PS[:, : 0 if share else None], copies, axis=0), ((0, 0), (0, room)))
     expert_ids_BSLK = None
     if record:
         ids_PSLK = jnp.moveaxis(expert_ids(routing, model.config), 0, 2)
         pad = ((0, 0), (0, room), (0, 0), (0, 0))
         expert_ids_BSLK = jnp.pad(jnp.repeat(ids_PSLK, copies, axis=0), pad, constant_values=NO_EXPERT)
     hidden_BD = split_rows(jnp.repeat(hidden_PSD[:, -1], copies, axis=0))
-    return hidden_BD, Cache(memory, mask_BS, expert_ids_BSLK)
+    return hidden_BD, Cache(memory, mask_BS, expert_ids_BSLK, Shared(of_prompts, mask_PS) if share else None)
 
 
 def router_sums(routing: tuple[Routing | None, ...]) -> RouterSums | None:
@@ -311,7 +323,7 @@ def expert_ids(routing: tuple[Routing | None, ...], config: TransformerConfig) -
 def decode_step(
     model: Transformer, token_B: jax.Array, position_B: jax.Array, cache: Cache, slot: jax.Array, *, dtype=jnp.float32
 ) -> tuple[jax.Array, Cache]:
-    """Hidden states [B, D] of one more token a row, which the cache remembers (softmax attention: at column `slot`).
+    """Hidden states [B, D] of one more token a row, which the cache remembers (softmax attention: at column `slot` of `memory`).
 
     The stacked cache is a loop carry and is updated in place; through `lax.scan`'s inputs and outputs it would be copied every token.
     """
@@ -320,27 +332,31 @@ def decode_step(
     rotary = rotary_angles(position_B[:, None], model.config)
     inputs = (list(model.layers), _by_place(jnp.asarray(slopes(model.config)), model.config))
 
-    def layer(index, block: Block, x_BTD, slope_N, stacked):
-        return block(
-            x_BTD, lambda attention, x_BTD: attention.step(x_BTD, rotary, slope_N, stacked, mask_BS, index, slot)
-        )
+    shared = cache.shared
+    of_prompts = (None,) * model.config.period if shared is None else shared.memory
+    before = 0 if cache.expert_ids_BSLK is None else cache.expert_ids_BSLK.shape[1] - cache.num_columns  # columns
+
+    def layer(index, place, block: Block, x_BTD, slope_N, stacked):
+        prompts = None if shared is None or of_prompts[place] is None else (of_prompts[place], shared.mask_PS)
+        step = lambda attention, x_BTD: attention.step(x_BTD, rotary, slope_N, stacked, mask_BS, index, slot, prompts)
+        return block(x_BTD, step)
 
     def period(index, carry):
         x_BTD, memory, ids_BSLK = carry
         of_period = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), inputs)
         remembered = []
         for place, (block, slope_N, stacked) in enumerate(zip(*of_period, memory, strict=True)):
-            x_BTD, stacked, routing = layer(index, block, x_BTD, slope_N, stacked)
+            x_BTD, stacked, routing = layer(index, place, block, x_BTD, slope_N, stacked)
             remembered.append(stacked)
             if ids_BSLK is not None and routing is not None:
-                at = (0, slot, index * model.config.period + place, 0)
+                at = (0, before + slot, index * model.config.period + place, 0)
                 ids_BSLK = jax.lax.dynamic_update_slice(ids_BSLK, routing.expert_ids_BTK[:, :, None], at)
         return x_BTD, tuple(remembered), ids_BSLK
 
     carry = (embed(model, token_B[:, None], dtype), cache.memory, cache.expert_ids_BSLK)
     x_BTD, *remembered = jax.lax.fori_loop(0, model.config.num_layers // model.config.period, period, carry)
     hidden_BD = rms_norm(x_BTD, model.final_norm[...], model.config.norm_eps)[:, 0]
-    return hidden_BD, Cache(remembered[0], mask_BS, remembered[1])
+    return hidden_BD, Cache(remembered[0], mask_BS, remembered[1], shared)
 
 
 class ParameterCounts(NamedTuple):

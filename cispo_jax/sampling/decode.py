@@ -176,6 +176,7 @@ def _sample(model, tokens_PS, mask_PS, ids_P, rules, *, group_size, max_new_toke
     with jax.named_scope("prefill"):
         options = {"record": True} if record else {}
         hidden_BD, cache = model.prefill(tokens_PS, mask_PS, copies=group_size, room=T, dtype=dtype, **options)
+    first = getattr(cache, "num_columns", S + T) - T  # column of a response's first token
     repeat = lambda x_P: jnp.repeat(x_P, group_size)
     keys_B = row_keys(rules.seed, rules.step, repeat(ids_P), jnp.tile(jnp.arange(group_size), P))
 
@@ -187,7 +188,7 @@ def _sample(model, tokens_PS, mask_PS, ids_P, rules, *, group_size, max_new_toke
 
     def one_token(carry):
         t, rows, response, cache = carry
-        hidden_BD, cache = model.decode_step(rows.token_B, rows.position_B, cache, S + t - 1, dtype=dtype)
+        hidden_BD, cache = model.decode_step(rows.token_B, rows.position_B, cache, first + t - 1, dtype=dtype)
         return t + 1, *draw(t, rows, hidden_BD, response), cache
 
     response = tuple(jnp.zeros((B, T), x) for x in (jnp.int32, bool, jnp.float32))
