@@ -150,4 +150,5 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     cli.use_huge_pages()
+    cli.trim_after_compiling()
     main()
