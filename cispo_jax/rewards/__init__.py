@@ -6,6 +6,7 @@ response_tokens: list[int]) -> list[float | None]`: one number a response, None 
 """
 
 from cispo_jax.rewards.functions import load_function, resolve
+from cispo_jax.rewards.math import answer_line_reward, math_reward, verify_answer_line, verify_math
 from cispo_jax.rewards.scorer import RewardError, Scorer, build, overlong_penalties
 from cispo_jax.rewards.scoring import ReasoningGymScorer, exact_match, extract_answer, verdict
 
@@ -13,11 +14,15 @@ __all__ = [
     "ReasoningGymScorer",
     "RewardError",
     "Scorer",
+    "answer_line_reward",
     "build",
     "exact_match",
     "extract_answer",
     "load_function",
+    "math_reward",
     "overlong_penalties",
     "resolve",
     "verdict",
+    "verify_answer_line",
+    "verify_math",
 ]

@@ -10,6 +10,9 @@ are medians over the rounds, each of which runs every variant once, and medians 
   full       the update on responses that are all as long as the limit, of one group
   bare       forward, backward and AdamW in a dozen lines of JAX on the rows of `full`, padded, every row with its prompt
 
+On 2 cores of an AMD EPYC (jax 0.10.2): padded takes 2.65 times packed (2.9 on another such machine), full 0.76 times bare; MFU of full
+30 % of 354 GFLOP/s (43 % of 203).
+
 MFU: multiplications and additions of the model's products, forward and backward, without what is computed twice, over the rate of a
 square matrix product of the same dtype measured here.
 """
