@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from cispo_jax import data, distributed, models, rewards, sharding, weights
-from cispo_jax.config import Config, ConfigError, suggest
+from cispo_jax.config import Config, ConfigError, suggest, validate
 from cispo_jax.data import tokenizers
+from cispo_jax.evaluation import Benchmark
 from cispo_jax.programs import Programs, make_programs, resolve_objective
 from cispo_jax.sampling import slots
 from cispo_jax.sampling.watch import Watch
@@ -29,6 +30,7 @@ class Run(Programs):
     config: Config
     tokenizer: tokenizers.Tokenizer
     problems: data.Problems
+    benchmarks: list[Benchmark]
     stream: data.PromptStream  # the endless, shuffled order of the training problems
     encode: Callable[[dict[str, Any]], list[int]]
     score: rewards.Scorer
@@ -86,12 +88,17 @@ def build(
     tokenizer = _tokenizer(config)
     with distributed.main_first("data"):
         problems = data.load(config.data) if dataset is None else data.from_examples(dataset, config.data)
+    if config.rewards.verifier != "auto":
+        scorer = _choice("config.rewards.verifier", config.rewards.verifier, {"auto": None, **rewards.VERIFIERS})
+        problems = dataclasses.replace(problems, scorer=scorer, verdict=rewards.verdict_of(scorer))
     notes.append(problems.description)
     prompter = data.Prompter(config.data, tokenizer)
     problems = dataclasses.replace(
         problems, train=prompter.check(problems.train), evaluation=prompter.check(problems.evaluation)
     )
-    width = max(len(prompter.encode(e)) for part in (problems.train, problems.evaluation) for e in part)
+    benchmarks = _benchmarks(config, problems, prompter)
+    asked = [problems.train, *(benchmark.examples for benchmark in benchmarks)]
+    width = max(len(prompter.encode(example)) for part in asked for example in part)
     score = _scorer(config, problems, reward)
     if config.sft.num_steps:
         _check_demonstrations(config, problems, tokenizer)
@@ -142,7 +149,8 @@ def build(
         config=config,
         tokenizer=tokenizer,
         problems=problems,
-        stream=data.PromptStream(problems.train, config.seed),
+        benchmarks=benchmarks,
+        stream=data.PromptStream(problems.train, config.seed, problems.schedules, config.data.retire_at),
         encode=prompter.encode,
         score=score,
         make_model=make_model,
@@ -158,6 +166,43 @@ def _describe_slots(config: Config, programs: Programs, prompt_width: int) -> st
         f"{programs.slots:,} of {config.sampling.prompts_per_step * config.sampling.group_size:,} responses decode at a time; compiled for "
         f"{', '.join(f'{n:,}' for n in rows)} rows x {', '.join(f'{n:,}' for n in columns)} columns of cache"
     )
+
+
+BENCHMARK = ("samples", "temperature", "top_p", "top_k", "num_problems")
+ASKING = ("prompt_field", "answer_field", "prompt_suffix", "system_prompt")
+
+
+def _benchmarks(config: Config, problems: data.Problems, prompter: data.Prompter) -> list[Benchmark]:
+    """The held-out problems and `config.evaluation.sets`, whose prompts are checked like those of training."""
+    judged_by = lambda scorer: (scorer, rewards.verdict_of(scorer), rewards.answer_of(scorer))
+    own = problems.scorer, problems.verdict, rewards.answer_of(problems.scorer)
+    benchmarks = [Benchmark("", problems.evaluation, config.evaluation, *own)]
+    for name, table in config.evaluation.sets.items():
+        where = f"config.evaluation.sets.{name}"
+        valid = ("source", "verifier", *BENCHMARK, *ASKING)
+        if not isinstance(table, Mapping) or not isinstance(table.get("source"), str):
+            raise ConfigError(f"{where}={table!r:.60} must be a table with a source, e.g. aime_2024:FILE.")
+        for key in table:
+            if key not in valid:
+                raise ConfigError(f"{where}.{key} is not one of {', '.join(valid)}.{suggest(key, valid)}")
+        asking = {key: table[key] for key in ASKING if key in table}
+        examples, scorer = data.load_evaluation(table["source"], dataclasses.replace(config.data, **asking), where)
+        if "verifier" in table:
+            scorer = _choice(f"{where}.verifier", table["verifier"], rewards.VERIFIERS)
+        settings = dataclasses.replace(
+            config.evaluation, sets={}, **({"num_problems": 0} | {key: table[key] for key in BENCHMARK if key in table})
+        )
+        validate(dataclasses.replace(config, evaluation=settings))
+        marks = {key: asking[key] for key in ("prompt_suffix", "system_prompt") if key in asking}
+        asked = prompter.check([example | marks for example in examples], f"{where}.source")
+        benchmarks.append(Benchmark(name, asked, settings, *judged_by(scorer)))
+    return benchmarks
+
+
+def _choice(setting: str, value: str, valid: Mapping[str, Any]) -> Any:
+    if value not in valid:
+        raise ConfigError(f"{setting}={value!r}: valid values are {', '.join(valid)}.{suggest(value, valid)}")
+    return valid[value]
 
 
 def _tokenizer(config: Config) -> tokenizers.Tokenizer:

@@ -92,6 +92,7 @@ class StepReport:
         for name in sorted(parts) if len(parts) > 1 else ():
             values = [v for batch in batches for v in batch.parts.get(name, []) if v is not None]
             self._values[f"reward/{name}"] = float(np.mean(values)) if values else np.nan
+        self._values |= _by_task(batches)
         self._values |= {
             "reward/mean": float(scored.mean()) if len(scored) else np.nan,
             "reward/std": float(scored.std()) if len(scored) else np.nan,
@@ -101,6 +102,7 @@ class StepReport:
             "responses": len(flat),
             "tokens/generated": int(tokens.sum()),
             "response/length": float(tokens.mean()),
+            "response/length_p99": float(np.percentile(tokens, 99)),
             "response/truncated": float(np.mean([reason == "length" for reason in finished])),
             "response/repetition": float(np.mean([reason == "repetition" for reason in finished])),
         }
@@ -181,6 +183,23 @@ class Trace:
             self._stop()
 
 
+def _by_task(batches: list[Any]) -> dict[str, float]:
+    """Mean reward and length of each task of a mixture."""
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for batch in batches:
+        lengths = batch.rollout.lengths.reshape(batch.rewards.shape)
+        for example, rewards, tokens in zip(batch.examples, batch.rewards, lengths, strict=True):
+            if "task" in example:
+                found.setdefault(example["task"], []).append((rewards, tokens))
+    values: dict[str, float] = {}
+    for task, groups in found.items():
+        rewards, tokens = (np.concatenate(parts) for parts in zip(*groups, strict=True))
+        known = rewards[~np.isnan(rewards)]
+        values[f"reward/mean/{task}"] = float(known.mean()) if len(known) else np.nan
+        values[f"response/length/{task}"] = float(tokens.mean())
+    return values
+
+
 def peak_memory() -> dict[str, float]:
     """Peak memory in GiB: of this process, and of the first device where it keeps count."""
     unit = 1 if sys.platform == "darwin" else 1024
@@ -192,36 +211,53 @@ def peak_memory() -> dict[str, float]:
 
 
 def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict[str, float]:
-    """Evaluates the current weights on the held-out problems; responses go to evaluations/step_000123.jsonl (or NAME.jsonl)."""
-    settings = run.config.evaluation
-    count = min(settings.num_problems or len(run.problems.evaluation), len(run.problems.evaluation))
-    sampled = f" and {settings.samples} sampled ones" if settings.samples else ""
-    say(f"evaluating on {count} held-out problems: a greedy response{sampled} to each ...")
-    metrics, records = evaluation.evaluate(
-        run.to_sampling(state.train.model),
-        run.problems.evaluation,
-        settings,
-        sample=run.sample,
-        encode=run.encode,
-        decode=run.tokenizer.decode,
-        score=run.score,
-        verdict=run.problems.verdict,
-        is_correct=run.problems.scorer,
-        seed=run.config.seed + 2**31,  # apart from the keys of training
-        step=state.step,
+    """Evaluates the current weights on every benchmark; records go to evaluations/step_000123.jsonl (or NAME.jsonl), of a further
+    benchmark to evaluations/step_000123.BENCHMARK.jsonl."""
+    sampler = run.to_sampling(state.train.model)
+    values: dict[str, float] = {}
+    for benchmark in run.benchmarks:
+        settings = benchmark.settings
+        count = min(settings.num_problems or len(benchmark.examples), len(benchmark.examples))
+        sampled = f" and {settings.samples} sampled ones" if settings.samples else ""
+        what = benchmark.name or "held-out problems"
+        say(f"evaluating on {count} {what}: a greedy response{sampled} to each ...")
+        stem = f"{name or f'step_{state.step:06d}'}{benchmark.name and '.'}{benchmark.name}"
+        path = workdir / "evaluations" / f"{stem}.jsonl"
+        partial = path.with_name(f"{stem}.partial.jsonl")
+        metrics, records = evaluation.evaluate(
+            sampler,
+            benchmark,
+            sample=run.sample,
+            encode=run.encode,
+            decode=run.tokenizer.decode,
+            score=run.score,
+            seed=run.config.seed + 2**31,  # apart from the keys of training
+            step=state.step,
+            partial=partial,
+        )
+        evaluation.write_records(path, records, partial)
+        values |= metrics
+        say(_summary(benchmark.name, state.step, metrics, len(records)))
+    return values
+
+
+def _summary(benchmark: str, step: int, metrics: dict[str, float], count: int) -> str:
+    prefix = f"eval/{benchmark}/" if benchmark else "eval/"
+    of = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    at_k = {name: value for name, value in of.items() if "@" in name and "_" not in name and "/" not in name}
+    largest = max((int(name.rpartition("@")[2]) for name in at_k), default=0)
+    shown = "".join(f"  {name} {value:.1%}" for name, value in at_k.items() if name.endswith(f"@{largest}"))
+    tasks = [name.removeprefix("accuracy/") for name in of if name.startswith("accuracy/")]
+    by_task = "".join(
+        f"\n  {task:<20}{of[f'accuracy/{task}']:.1%}"
+        + "".join(f"  avg@{largest} {of[name]:.1%}" for name in (f"avg@{largest}/{task}",) if name in of)
+        for task in tasks
     )
-    evaluation.write_records(workdir / "evaluations" / f"{name or f'step_{state.step:06d}'}.jsonl", records)
-    sampled = "".join(
-        f"  {name[5:]} {value:.1%}"
-        for name, value in metrics.items()
-        if name.startswith("eval/avg@") and "_" not in name
+    return (
+        f"{benchmark or 'held-out'} after step {step}: greedy accuracy {of['accuracy']:.1%} (95 % interval "
+        f"{of['accuracy_low']:.1%} to {of['accuracy_high']:.1%}, {count} problems){shown}  "
+        f"{next(v for k, v in metrics.items() if k.startswith('time/')):.1f} s{by_task}"
     )
-    say(
-        f"held-out after step {state.step}: greedy accuracy {metrics['eval/accuracy']:.1%} (95 % interval "
-        f"{metrics['eval/accuracy_low']:.1%} to {metrics['eval/accuracy_high']:.1%}, {len(records)} problems){sampled}  "
-        f"{metrics['time/evaluate']:.1f} s"
-    )
-    return metrics
 
 
 @distributed.main_only

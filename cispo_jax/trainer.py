@@ -1,6 +1,6 @@
 """CISPO's training loop, which reads as the algorithm. One rollout step is:
 
-  1. next prompts      the stream is a pure function of (seed, position); position is one integer
+  1. next prompts      the stream is a pure function of (seed, position) and of its own small state
   2. sample groups     G responses of each prompt, with the log-prob of every token
   3. score             verifiable rewards; a response that cannot be scored carries no signal
   4. admit             dynamic sampling: groups whose rewards are all equal are replaced (bounded) or masked
@@ -51,11 +51,13 @@ from cispo_jax.types import Batch, Rollout, TrainState
 
 @dataclasses.dataclass
 class RunState:
-    """All that a checkpoint holds: what the optimizer moves, and two integers of the host."""
+    """All that a checkpoint holds: what the optimizer moves, and what the host counts."""
 
     train: TrainState
     step: int = 0  # rollout steps done
-    position: int = 0  # prompts taken from the stream
+    prompts: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"position": 0}
+    )  # the stream's own (`data.stream`)
 
 
 def train(
@@ -119,7 +121,7 @@ def train(
             writer.metrics(step, metrics)
             stopping = stop(step)
             if last or stopping or step % config.checkpoint.every == 0:
-                checkpoints.save(step, state.train, {"position": state.position})
+                checkpoints.save(step, state.train, state.prompts)
             if stopping and not last:
                 stop_early(step, checkpoints)
     say_final_words(workdir, config.num_steps)
@@ -135,7 +137,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
     admitted: list[np.ndarray] = []
     for _ in range(1 + config.sampling.max_refills):
         # ---- 1. next prompts
-        examples, ids = next_prompts(run, state)
+        examples, ids = run.stream.take(state.prompts, config.sampling.prompts_per_step)
         # ---- 2. sample groups
         with report.timed("sample"):
             rollout = run.sample(
@@ -146,6 +148,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
         # ---- 3. score
         with report.timed("score"):
             batches.append(score(run, rollout, examples, step))
+            run.stream.observe(state.prompts, examples, batches[-1].pass_rates())
         # ---- 4. admit
         admitted.append(admit(batches[-1], dynamic=config.sampling.dynamic))
         if sum(kept.sum() for kept in admitted) >= config.sampling.prompts_per_step:
@@ -153,6 +156,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
     del sampler
     rollout, rewards_PG, live_P = assemble(batches, admitted, config)
     report.rollouts(writer, batches, live_P)
+    report.values(run.stream.metrics(state.prompts))
 
     # ---- 5. advantages
     advantages_PG = compute_advantages(config, rewards_PG, live_P)
@@ -211,14 +215,14 @@ def start_or_resume(run, checkpoints: Checkpoints, workdir: epath.Path) -> RunSt
         say(f"resumed after rollout step {step} of {run.config.num_steps}{gone}")
         if step >= run.config.num_steps:
             say("all steps are done; a higher config.num_steps goes on from here")
-        return RunState(train_state, step, host["position"])
+        return RunState(train_state, step, host)
     with timed_line("model ready"):
         model = run.make_model()
     if run.config.sft.num_steps:
         model = run.warm_start(model, WarmStartReport(run.config.sft.num_steps))
     state = RunState(run.init_state(model))
     if run.config.sft.num_steps:
-        checkpoints.save(0, state.train, {"position": 0})
+        checkpoints.save(0, state.train, state.prompts)
     return state
 
 
@@ -227,13 +231,6 @@ def stop_early(step: int, checkpoints: Checkpoints) -> None:
     checkpoints.wait()
     say(f"stopped by SIGTERM after rollout step {step}, which is saved: the same command goes on from here")
     raise SystemExit(75)
-
-
-def next_prompts(run, state: RunState) -> tuple[list[dict[str, Any]], list[int]]:
-    """P examples and their prompt ids: positions in the stream, so that no two prompts of a run share their randomness."""
-    ids = list(range(state.position, state.position + run.config.sampling.prompts_per_step))
-    state.position += len(ids)
-    return [run.stream[i] for i in ids], ids
 
 
 def score(run, rollout: Rollout, examples: list[dict[str, Any]], step: int) -> Scored:

@@ -17,7 +17,7 @@ import runpy
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
@@ -62,13 +62,24 @@ def start() -> None:
     distributed.initialize(names.coordinator, names.num_processes, names.process_id)
 
 
-def run(main: Callable[[Config], int | None], argv: list[str] | None = None) -> None:
-    """Parses the command line, calls `main(config)` and exits with its code; a `ConfigError` becomes one paragraph and code 2."""
+def run(
+    main: Callable[[Config], int | None],
+    argv: list[str] | None = None,
+    instead: Mapping[str, Callable[[str], int | None]] | None = None,
+) -> None:
+    """Parses the command line, calls `main(config)` and exits with its code; a `ConfigError` becomes one paragraph and code 2.
+
+    `instead`: flags that are a command of their own, without a page: where one is given, its function gets its value.
+    """
     if argv is None:
         use_huge_pages()
+    argv = sys.argv if argv is None else argv
     try:
-        config = parse(sys.argv if argv is None else argv)
-        code = main(config)
+        names = {f"--{name}": function for name, function in (instead or {}).items()}
+        other = [
+            (names[arg.partition("=")[0]], arg.partition("=")[2]) for arg in argv[1:] if arg.partition("=")[0] in names
+        ]
+        code = other[0][0](other[0][1]) if other else main(parse(argv))
     except ConfigError as error:
         _fail(textwrap.fill(f"error: {error}", 120, break_long_words=False, break_on_hyphens=False))
     sys.exit(code or 0)

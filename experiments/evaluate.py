@@ -1,8 +1,11 @@
-"""Evaluates a run's newest checkpoint, or the starting model where the directory holds none, on the page's held-out problems.
+"""Evaluates a run's newest checkpoint, or the starting model where the directory holds none, on held-out problems and benchmarks.
 
     python -m experiments.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --config.evaluation.samples=4
+    python -m experiments.evaluate --compare=runs/a/evaluations/step_000008.jsonl,runs/b/evaluations/step_000008.jsonl
 
-Prints the metrics as one JSON line last; the responses go to WORKDIR/evaluations/command_step_000123.jsonl.
+Prints the metrics as one JSON line last; records, one a problem, go to WORKDIR/evaluations/command_step_000123.jsonl. An evaluation that
+was killed goes on where it stopped. `--compare` needs no page: it pairs the problems of two record files by their id and prints the
+difference, its 95 % bootstrap interval over problems and the p-value of a paired permutation test.
 """
 
 import json
@@ -33,14 +36,33 @@ def main(config) -> None:
         )
     else:
         train_state, host = checkpoints.restore(step, run.abstract_state, run.shardings)
-        state = RunState(train_state, step, host["position"])
+        state = RunState(train_state, step, host)
     metrics = reporting.evaluate_and_record(run, state, workdir, name=f"command_step_{state.step:06d}")
     checkpoints.close()
     run.score.close()
     reporting.say(json.dumps({"step": state.step, **metrics}))
 
 
+def compare(text: str) -> None:
+    from cispo_jax import evaluation
+
+    paths = text.split(",")
+    if len(paths) != 2:
+        raise ConfigError(f"--compare={text}: two files of records, A.jsonl,B.jsonl.")
+    before, after = (evaluation.read_records(path) for path in paths)
+    found = dict(evaluation.paired(before, after))
+    for metric, values in found.items():
+        interval = f"95 % interval {values['low']:+.1%} to {values['high']:+.1%}"
+        print(
+            f"{metric:<10}{values['difference']:+.1%}  {interval}  p = {values['p_value']:.4f}  ({values['problems']:.0f} problems)"
+        )
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
     cli.define_flags()
     flags.DEFINE_integer("step", None, "rollout step of the checkpoint; default the newest")
-    cli.run(main)
+    flags.DEFINE_string(
+        "compare", None, "A.jsonl,B.jsonl: compare two evaluations, problem by problem, and do nothing else"
+    )
+    cli.run(main, instead={"compare": compare})

@@ -23,7 +23,7 @@ LAYERS = (
     ("config", "types", "sharding", "distributed", "storage"),
     ("models",),
     ("weights", "sampling", "training", "data", "rewards"),
-    ("trainer", "evaluation", "building", "programs", "reporting"),
+    ("trainer", "evaluation", "estimates", "building", "programs", "reporting"),
 )
 CORE = (*LAYERS[0], "types", "sampling.decode", "training.groups", "training.train_step", "trainer")
 # The core is handed functions (`forward`, `sample_fn`, `reward`).

@@ -11,7 +11,7 @@ import math_pairs
 import pytest
 
 from cispo_jax.rewards import answer_line_reward, math_reward, verify_math
-from cispo_jax.rewards.math import extract, grammar, judge, symbolic, verdict, verify_answer_line
+from cispo_jax.rewards.math import extract, grammar, judge, symbolic, verdicts, verify_answer_line
 from cispo_jax.rewards.math.normal import normalise
 
 TOO_MUCH = [
@@ -201,8 +201,11 @@ def test_the_answer_line(response, gold, right):
 
 def test_verdicts():
     example = {"answer": "5"}
-    texts = (r"\boxed{5}", r"\boxed{6}", "")
-    assert [verdict(text, example) for text in texts] == ["right", "wrong answer", "no answer"]
+    texts = (r"\boxed{5}", r"\boxed{6}", "", "Answer: 5")
+    of = lambda reward: [verdicts(reward)(text, example) for text in texts]
+    assert of(math_reward) == ["right", "wrong answer", "no answer", "right"]
+    assert of(answer_line_reward) == ["no answer", "no answer", "no answer", "right"]
+    assert verdicts(math_reward)("5", {"answer": ""}) == "not judged"
 
 
 @pytest.mark.parametrize(

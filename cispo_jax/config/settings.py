@@ -58,7 +58,12 @@ class MeshSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    source: str = "arithmetic"  # arithmetic | reasoning_gym:TASK | a .jsonl or .parquet file, hf:org/name@revision:FILE
+    # arithmetic | reasoning_gym:TASK | a .jsonl or .parquet file, hf:org/name@revision:FILE | gsm8k:FILE, dapo_math:FILE, ... | mixture
+    source: str = "arithmetic"
+    # With source=mixture: NAME -> its own settings of this section (source, options, ...), weight, and levels of difficulty (a list of
+    # options) with advance_at (share of passed responses) and window (prompts); see cispo_jax/data/mixture.py
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    retire_at: float = 0.0  # a prompt passed in this share of its responses does not come again (ScaleRL: 0.9); 0 = off
     options: Mapping[str, Any] = field(default_factory=dict)  # the generator's own settings, e.g. max_value
     eval_source: str = ""  # "" = held out from `source`; else a file of evaluation problems
     train_size: int = 4096  # problems to generate for training; a file is used whole
@@ -81,7 +86,20 @@ class RewardSettings:
 
     functions: Mapping[str, str] = field(default_factory=dict)  # NAME -> module_or_file:function
     task: str = "auto"  # the data set's own scorer: auto = only if no function is named | on | off
-    workers: int = 0  # processes that score; 0 = inline
+    verifier: str = (
+        "auto"  # what that scorer is: auto = the data set's choice | exact | math | answer_line (DAPO's "Answer:")
+    )
+    format: str = ""  # a part `format`, 1 for the right form: boxed | answer_line | answer_tag | think; "" = none
+    repetition_ngram: int = (
+        0  # a part `repetition`: minus the share of n-grams of so many words that were there before; 0 = off
+    )
+    weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # NAME of a part -> its factor in the total (1 where it is not named)
+    workers: int = 0  # processes that score, so many groups at a time; 0 = inline
+    timeout: float = (
+        0.0  # seconds that one function may take for one group of responses, which is left unscored then; 0 = no limit
+    )
     overlong_buffer: int = 0  # tokens before max_new_tokens where DAPO's soft penalty grows; 0 = off
     overlong_penalty: float = 1.0  # subtracted in full at the limit
 
@@ -160,6 +178,9 @@ class EvaluationSettings:
     top_p: float = 1.0
     top_k: int = 0
     batch_rows: int = 128  # responses decoded at a time
+    # Further benchmarks: NAME -> source, and what differs from above or from `data` (samples, temperature, top_p, top_k, num_problems,
+    # verifier, prompt_suffix, system_prompt, prompt_field, answer_field); their metrics are eval/NAME/...
+    sets: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

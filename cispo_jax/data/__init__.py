@@ -5,8 +5,8 @@ supervised warm starts) and whatever its scorer needs.
 """
 
 from cispo_jax import _requires_train  # noqa: F401
-from cispo_jax.data.loading import Example, Problems, from_examples, load
+from cispo_jax.data.loading import Example, Problems, from_examples, load, load_evaluation
 from cispo_jax.data.prompts import Prompter
 from cispo_jax.data.stream import PromptStream
 
-__all__ = ["Example", "Problems", "PromptStream", "Prompter", "from_examples", "load"]
+__all__ = ["Example", "Problems", "PromptStream", "Prompter", "from_examples", "load", "load_evaluation"]

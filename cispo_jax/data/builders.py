@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ import tensorflow_datasets as tfds
 from absl import logging
 from etils import epath
 
-from cispo_jax.config import ConfigError
-from cispo_jax.data import tasks
+from cispo_jax.config import ConfigError, DataSettings
+from cispo_jax.data import files, math_sets, tasks
 from cispo_jax.rewards.scoring import reasoning_gym_version
 
 
@@ -96,6 +96,58 @@ class CispoReasoningGym(CispoProblems):
         recipe = dict(self.builder_config.recipe)
         del recipe["version"]
         return tasks.reasoning_gym(recipe.pop("task"), recipe.pop("options"), **recipe)
+
+
+class CispoMath(CispoProblems):
+    """Problems of a public file (`math_sets`), one split; `metadata` is JSON text of the fields that only some sets have."""
+
+    def features(self) -> dict[str, Any]:
+        return {"metadata": tfds.features.Text()}
+
+    def problems(self) -> tasks.Generated:
+        raise NotImplementedError("read from a file, not generated")
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        info = super()._info()
+        found = math_sets.SETS[self.builder_config.recipe["set"]]
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=f"{self.builder_config.recipe['set']}: {self.__doc__}",
+            features=info.features,
+            homepage=found.homepage,
+            citation=found.citation,
+            metadata=tfds.core.MetadataDict(),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
+        del dl_manager
+        found = self.builder_config.read()
+        rows = found.examples
+        self.info.metadata.update({"duplicates": found.duplicates, "sha256": self.builder_config.recipe["sha256"]})
+        return {self.builder_config.recipe["split"]: self._generate_examples([math_sets.as_text(row) for row in rows])}
+
+
+@dataclasses.dataclass(eq=False)
+class MathConfig(ProblemsConfig):
+    """`read` gives the problems of the file, once they have to be written."""
+
+    read: Callable[[], files.FileProblems] = lambda: files.FileProblems([], 0)
+
+
+def math_set(
+    name: str, path: str, settings: DataSettings, setting: str, *, split: str
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The problems of a public file and its metadata (`duplicates`, `sha256`), written unless the same file was before."""
+    digest = hashlib.sha256()
+    with files.locate(path, setting).open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    base = make_config(name, set=name, split=split, sha256=digest.hexdigest(), format=1)
+    read = lambda: files.read(path, settings, setting, math_sets.SETS[name].read)
+    config = MathConfig(name=base.name, description=base.description, recipe=base.recipe, read=read)
+    builder = _prepare(CispoMath, config, settings.directory)
+    return builder.as_data_source(split), dict(builder.info.metadata) | {"path": str(builder.data_path)}
 
 
 def arithmetic(options: tasks.ArithmeticOptions, directory: str, **sizes: int) -> tfds.core.DatasetBuilder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -27,31 +27,31 @@ class FileProblems:
     duplicates: int
 
 
-def read(path: str, settings: DataSettings, setting: str) -> FileProblems:
+def read(
+    path: str,
+    settings: DataSettings,
+    setting: str,
+    reader: Callable[[dict[str, Any], str], dict[str, Any]] | None = None,
+) -> FileProblems:
     """Reads a file; text, numbers and UTF-8 bytes become `str`, other fields stay for the user's rewards.
 
     Args:
       path: `.jsonl` or `.parquet`, local or any place `etils.epath` opens, or `hf:org/name@revision:FILE`.
       settings: names of the two fields.
+      reader: turns a row into `prompt`, `answer` and other fields where the file has a shape of its own (`math_sets`).
       setting: the setting that holds `path`, for error messages.
 
     Raises:
       ConfigError: naming file, row and field of what is wrong. The same prompt (or id) with different answers is wrong.
     """
-    file = hub.fetch_data(path, setting) if hub.is_hub(path) else epath.Path(path).expanduser()
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if file.suffix not in readers:
-        raise ConfigError(f"{setting}={path}: the name must end in {' or '.join(readers)}.")
-    if not file.is_file():
-        names = [near.name for near in file.parent.iterdir() if near.suffix in readers] if file.parent.is_dir() else []
-        there = f"{file.parent} holds: {', '.join(sorted(names))}." if names else f"{file.parent} holds no such file."
-        raise ConfigError(f"{setting}={path}: there is no such file.{suggest(file.name, names)} {there}")
+    file = locate(path, setting)
     examples: dict[str, dict[str, Any]] = {}
     first_seen: dict[str, str] = {}
     by_id: dict[str, str] = {}
     duplicates = 0
-    for where, row in readers[file.suffix](file, setting):
-        example = _example(row, settings, f"{setting}={path}, {where}")
+    for where, row in READERS[file.suffix](file, setting):
+        place = f"{setting}={path}, {where}"
+        example = _example(row, settings, place) if reader is None else _read_by(reader, row, place)
         prompt = example["prompt"]
         if prompt in examples:
             if not _same(examples[prompt]["answer"], example["answer"]):
@@ -71,6 +71,26 @@ def read(path: str, settings: DataSettings, setting: str) -> FileProblems:
     if not examples:
         raise ConfigError(f"{setting}={path}: the file holds no row.")
     return FileProblems(list(examples.values()), duplicates)
+
+
+def locate(path: str, setting: str) -> epath.Path:
+    """The file behind a path of `read`."""
+    file = hub.fetch_data(path, setting) if hub.is_hub(path) else epath.Path(path).expanduser()
+    if file.suffix not in READERS:
+        raise ConfigError(f"{setting}={path}: the name must end in {' or '.join(READERS)}.")
+    if not file.is_file():
+        names = [near.name for near in file.parent.iterdir() if near.suffix in READERS] if file.parent.is_dir() else []
+        there = f"{file.parent} holds: {', '.join(sorted(names))}." if names else f"{file.parent} holds no such file."
+        raise ConfigError(f"{setting}={path}: there is no such file.{suggest(file.name, names)} {there}")
+    return file
+
+
+def _read_by(
+    reader: Callable[[dict[str, Any], str], dict[str, Any]], row: dict[str, Any], where: str
+) -> dict[str, Any]:
+    example = {name: _plain(value) for name, value in reader(row, where).items()}
+    names = ("prompt", "answer", "id") if "id" in example else ("prompt", "answer")
+    return example | {name: _text(example[name], f"{where}, field {name!r}") for name in names}
 
 
 def _read_jsonl(file: epath.Path, setting: str) -> Iterator[Row]:
@@ -96,13 +116,20 @@ def _read_parquet(file: epath.Path, setting: str) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
         with file.open("rb") as stream:
-            table = pyarrow.parquet.read_table(stream)
+            for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(
+                4096
+            ):  # some files repeat a problem 100 times
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{setting}={file} cannot be read as Parquet: {error}.") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"row {number}", row
+
+
+READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _example(row: dict[str, Any], settings: DataSettings, where: str) -> dict[str, Any]:

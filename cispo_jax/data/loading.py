@@ -10,17 +10,18 @@ one, as training does, 6.5 s (3,000 a second; imports are the rest). A step of t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from cispo_jax.config import ConfigError, DataSettings, suggest
-from cispo_jax.data import files
+from cispo_jax.data import files, math_sets, mixture
+from cispo_jax.data.stream import Schedule
 from cispo_jax.data.tasks import ArithmeticOptions, options_from
-from cispo_jax.rewards import scoring
+from cispo_jax.rewards import load_function, scoring, verdict_of
 
 Example = dict[str, Any]
-GYM = "reasoning_gym:"
+GYM, MIXTURE = "reasoning_gym:", "mixture"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Problems:
       scorer: the data set's own reward function.
       verdict: `verdict(response, example)`, a category such as `right`, `wrong number`, `no number`.
       description: one line of counts for the log.
+      schedules: of a mixture, by task.
     """
 
     train: Sequence[Example]
@@ -39,6 +41,7 @@ class Problems:
     scorer: Callable[..., list[float | None]]
     verdict: Callable[[str, Example], str]
     description: str
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
 
 
 def load(settings: DataSettings) -> Problems:
@@ -50,13 +53,16 @@ def load(settings: DataSettings) -> Problems:
     for name in ("train_size", "eval_size"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"config.data.{name}={getattr(settings, name)} must be at least 1.")
+    if settings.source == MIXTURE or settings.tasks:
+        return mixture.load(settings, load)
     if settings.source == "arithmetic" or settings.source.startswith(GYM):
         return _generated(settings)
     if "/" in settings.source or "." in settings.source:
         return _from_file(settings)
+    named = [f"{name}:FILE" for name in math_sets.SETS]
     raise ConfigError(
-        f"config.data.source={settings.source!r} is none of: arithmetic, {GYM}TASK, a .jsonl or .parquet file, hf:ORGANISATION/NAME:FILE."
-        + suggest(settings.source, ["arithmetic", GYM])
+        f"config.data.source={settings.source!r} is none of: arithmetic, {GYM}TASK, {', '.join(named)}, {MIXTURE}, a .jsonl or .parquet "
+        f"file, hf:ORGANISATION/NAME:FILE." + suggest(settings.source, ["arithmetic", GYM, MIXTURE, *named])
     )
 
 
@@ -100,11 +106,39 @@ def _from_file(settings: DataSettings) -> Problems:
         raise ConfigError(
             f"config.data.options={dict(settings.options)} is for generated problems; {settings.source} takes none."
         )
-    found = files.read(settings.source, settings, "config.data.source")
-    notes = [f"{found.duplicates:,} duplicates dropped"] if found.duplicates else []
+    examples, notes = _read(settings.source, settings, "config.data.source", "train")
     if settings.eval_source:
-        return _with_eval_file(settings, found.examples, notes)
-    return _held_out(found.examples, settings, notes, f"config.data.source={settings.source}")
+        return _with_eval_file(settings, examples, notes)
+    return _held_out(examples, settings, notes, f"config.data.source={settings.source}")
+
+
+def _read(source: str, settings: DataSettings, setting: str, split: str) -> tuple[list[Example], list[str]]:
+    """The examples of a file and what is to be said about them; a public set (`math_sets`) goes through TFDS."""
+    name, path = math_sets.split_source(source)
+    if name:
+        from cispo_jax.data import builders
+
+        records, metadata = builders.math_set(name, path, settings, setting, split=split)
+        examples, duplicates = list(Records(records)), metadata["duplicates"]
+        notes = [f"{name} in {metadata['path']}"]
+    else:
+        found = files.read(source, settings, setting)
+        examples, duplicates, notes = found.examples, found.duplicates, []
+    total = len(examples) + duplicates
+    return examples, [f"{duplicates:,} duplicates dropped (of {total:,} rows)"] * bool(duplicates) + notes
+
+
+def load_evaluation(source: str, settings: DataSettings, where: str) -> tuple[list[Example], Callable[..., Any]]:
+    """The problems of a file that is only evaluated, and its scorer; `where` is the setting that holds `source`."""
+    examples, _ = _read(source, settings, f"{where}.source", "test")
+    return examples, _scorer_of(source)[0]
+
+
+def _scorer_of(source: str) -> tuple[Callable[..., Any], Callable[[str, Example], str]]:
+    """Reward and verdicts of a file: those of the public set that it is, or exact match."""
+    name, _ = math_sets.split_source(source)
+    scorer = load_function(math_sets.SETS[name].scorer, "config.data.source") if name else scoring.exact_match
+    return scorer, verdict_of(scorer)
 
 
 def from_examples(examples: Problems | Sequence[Example], settings: DataSettings) -> Problems:
@@ -135,12 +169,12 @@ def _held_out(examples: list[Example], settings: DataSettings, notes: list[str],
     evaluation, held_out = by_hash[:count], {example["prompt"] for example in by_hash[:count]}
     train = [example for example in examples if example["prompt"] not in held_out]
     description = _describe(source.removeprefix("config.data.source="), train, evaluation, notes)
-    return Problems(train, evaluation, scoring.exact_match, scoring.verdict, description)
+    return Problems(train, evaluation, *_scorer_of(settings.source), description)
 
 
 def _with_eval_file(settings: DataSettings, train: list[Example], notes: list[str]) -> Problems:
-    found = files.read(settings.eval_source, settings, "config.data.eval_source")
-    evaluation = found.examples[: settings.eval_size]
+    examples, eval_notes = _read(settings.eval_source, settings, "config.data.eval_source", "test")
+    evaluation = examples[: settings.eval_size]
     prompts = {example["prompt"] for example in evaluation}
     kept = [example for example in train if example["prompt"] not in prompts]
     if not kept:
@@ -148,12 +182,11 @@ def _with_eval_file(settings: DataSettings, train: list[Example], notes: list[st
             f"config.data.eval_source={settings.eval_source} holds every prompt of "
             f"config.data.source={settings.source}."
         )
-    if found.duplicates:
-        notes.append(f"{found.duplicates:,} duplicates dropped from {settings.eval_source}")
+    notes += [f"{settings.eval_source}: {note}" for note in eval_notes]
     if len(kept) < len(train):
         notes.append(f"{len(train) - len(kept):,} training problems dropped because they are evaluated")
     description = _describe(settings.source, kept, evaluation, notes)
-    return Problems(kept, evaluation, scoring.exact_match, scoring.verdict, description)
+    return Problems(kept, evaluation, *_scorer_of(settings.source), description)
 
 
 def _describe(source: str, train: Sequence[Example], evaluation: Sequence[Example], notes: list[str]) -> str:

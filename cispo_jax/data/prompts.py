@@ -46,19 +46,20 @@ class Prompter:
     def text(self, example: dict[str, Any]) -> str:
         """The prompt as text, special tokens included."""
         settings = self._settings
-        suffix = settings.prompt_suffix
+        suffix = example.get("prompt_suffix", settings.prompt_suffix)  # tasks of a mixture may have their own
+        system = example.get("system_prompt", settings.system_prompt)
         prompt = example["prompt"] + ("\n" if suffix and not suffix[0].isspace() else "") + suffix
         if settings.template == "raw":
             return prompt
-        messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         kwargs = dict(settings.template_kwargs)
         if self._source is None:
-            render = self._tokenizer.render if settings.system_prompt else self._tokenizer.render_without_default_system
+            render = self._tokenizer.render if system else self._tokenizer.render_without_default_system
             return render(messages, **kwargs)
         from cispo_jax.data.tokenizers import render_template
 
-        names = {"prompt": prompt, "messages": messages, "system_prompt": settings.system_prompt, "example": example}
+        names = {"prompt": prompt, "messages": messages, "system_prompt": system, "example": example}
         variables = {**self._tokenizer.special_tokens, "add_generation_prompt": True, **names, **kwargs}
         try:
             return render_template(self._source, **variables)

@@ -7,14 +7,21 @@ response_tokens: list[int]) -> list[float | None]`: one number a response, None 
 
 from cispo_jax.rewards.functions import load_function, resolve
 from cispo_jax.rewards.math import answer_line_reward, math_reward, verify_answer_line, verify_math
+from cispo_jax.rewards.mixed import MixedScorer, answer_of, verdict_of
 from cispo_jax.rewards.scorer import RewardError, Scorer, build, overlong_penalties
 from cispo_jax.rewards.scoring import ReasoningGymScorer, exact_match, extract_answer, verdict
 
+# What `config.rewards.verifier` can be; "auto" is the data set's own.
+VERIFIERS = {"exact": exact_match, "math": math_reward, "answer_line": answer_line_reward}
+
 __all__ = [
+    "VERIFIERS",
+    "MixedScorer",
     "ReasoningGymScorer",
     "RewardError",
     "Scorer",
     "answer_line_reward",
+    "answer_of",
     "build",
     "exact_match",
     "extract_answer",
@@ -23,6 +30,7 @@ __all__ = [
     "overlong_penalties",
     "resolve",
     "verdict",
+    "verdict_of",
     "verify_answer_line",
     "verify_math",
 ]

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from cispo_jax.config import ConfigError, suggest
+from cispo_jax.rewards.adapters import ADAPTERS
 
 SIGNATURE = "reward(responses, *, examples, finish_reasons, response_tokens) -> list of float or None"
 
@@ -21,12 +22,16 @@ def resolve(spec: str, setting: str = "config.rewards") -> Callable[..., Any]:
     """Loads a reward function and checks that it can be called as one.
 
     Args:
-      spec: `module:function` or `path/file.py:function` (relative to the current directory).
+      spec: `module:function` or `path/file.py:function` (relative to the current directory); with `trl:`, `trl_chat:` or `verl:` before it,
+        a function for that trainer (`adapters`).
       setting: the setting that holds `spec`, for error messages.
 
     Raises:
       ConfigError: there is no such file, module or function, it does not import, or it takes other arguments.
     """
+    kind, _, rest = spec.partition(":")
+    if kind in ADAPTERS:  # written for another trainer
+        return ADAPTERS[kind](load_function(rest, setting))
     function = load_function(spec, setting)
     try:
         inspect.signature(function).bind([], examples=[], finish_reasons=[], response_tokens=[])

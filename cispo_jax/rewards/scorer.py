@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from cispo_jax.config import ConfigError, RewardSettings
+from cispo_jax.config import ConfigError, RewardSettings, suggest
 from cispo_jax.rewards.apply import Outcome, RewardError, Rows, apply
 from cispo_jax.rewards.functions import resolve
+from cispo_jax.rewards.parts import FORMATS, FormatReward, RepetitionPenalty
 from cispo_jax.rewards.workers import Workers, name_of
 
-TASK, OVERLONG = "task", "overlong"
+TASK, OVERLONG, FORMAT, REPETITION = BUILT_IN = ("task", "overlong", "format", "repetition")
 Reward = Callable[..., Any]
 Divide = Callable[[Callable[[slice], list], int], list]
 logger = logging.getLogger(__name__)
@@ -45,11 +47,21 @@ def build(
             )
         functions[TASK] = scorer
     for name, spec in settings.functions.items():
-        if name in (TASK, OVERLONG):
+        if name in BUILT_IN:
             raise ConfigError(
-                f"config.rewards.{name}={spec}: {TASK} and {OVERLONG} name built-in parts; choose another name."
+                f"config.rewards.{name}={spec}: {', '.join(BUILT_IN)} name built-in parts; choose another."
             )
         functions[name] = spec
+    if settings.format:
+        if settings.format not in FORMATS:
+            raise ConfigError(f"config.rewards.format={settings.format!r} is not one of {', '.join(FORMATS)}.")
+        functions[FORMAT] = FormatReward(settings.format)
+    if settings.repetition_ngram < 0:
+        raise ConfigError(
+            f"config.rewards.repetition_ngram={settings.repetition_ngram} must be 0 (off) or a number of words."
+        )
+    if settings.repetition_ngram:
+        functions[REPETITION] = RepetitionPenalty(settings.repetition_ngram)
     if not functions:
         raise ConfigError(
             "config.rewards.task=off and no function named: nothing is scored. Set task=on or config.rewards.NAME."
@@ -66,10 +78,29 @@ def build(
         )
     if not 0 <= penalty < float("inf"):
         raise ConfigError(f"config.rewards.overlong_penalty={penalty} must be a finite number >= 0; it is subtracted.")
+    if not 0 <= settings.timeout < float("inf") or (settings.timeout and not settings.workers):
+        raise ConfigError(
+            f"config.rewards.timeout={settings.timeout} must be 0 (no limit) or seconds, and needs config.rewards.workers > 0: only a "
+            "process of its own can be stopped."
+        )
+    overlong = (max_new_tokens, buffer, penalty) if buffer and penalty else None
+    parts = [*functions, *([OVERLONG] if overlong else [])]
+    for name, weight in settings.weights.items():
+        if (
+            name not in parts
+            or isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not math.isfinite(weight)
+        ):
+            raise ConfigError(
+                f"config.rewards.weights.{name}={weight!r}: a finite number for one of the parts {', '.join(parts)}.{suggest(name, parts)}"
+            )
     return Scorer(
         functions,
         workers=settings.workers,
-        overlong=(max_new_tokens, buffer, penalty) if buffer and penalty else None,
+        timeout=settings.timeout,
+        overlong=overlong,
+        weights=settings.weights,
         divide=divide,
     )
 
@@ -77,11 +108,11 @@ def build(
 class Scorer:
     """Scores a batch: `total, parts = scorer(responses, examples, finish_reasons, response_tokens)`.
 
-    `total` is the sum over parts, None where any part is. A part that raises leaves its group unscored: it is counted
-    in `failed` and logged with the function, the example and the line. A part that fails on all of the first batch it
-    sees raises `RewardError`: it is broken, and training would learn nothing. Close it (or use `with`) if it has
-    workers. With workers, or `divide`d over the processes of a run, a function sees whole groups (responses to one prompt, next to each
-    other), not the batch.
+    `total` is the sum over parts, each times its weight (1 where none is named), None where any part is. A part that raises leaves its
+    group unscored: it is counted in `failed` and logged with the function, the example and the line. A part that fails on all of the
+    first batch it sees raises `RewardError`: it is broken, and training would learn nothing. Close it (or use `with`) if it has workers.
+    With workers, or `divide`d over the processes of a run, a function sees whole groups (responses to one prompt, next to each other),
+    not the batch.
 
     Attributes:
       failed: rows of the last call that an exception left unscored, by part; empty if none did.
@@ -92,7 +123,9 @@ class Scorer:
         functions: Mapping[str, Reward | str],
         *,
         workers: int = 0,
+        timeout: float = 0.0,
         overlong: tuple[int, int, float] | None = None,
+        weights: Mapping[str, float] | None = None,
         divide: Divide | None = None,
     ):
         self.failed: dict[str, int] = {}
@@ -101,13 +134,13 @@ class Scorer:
             name: resolve(f, f"config.rewards.{name}") if isinstance(f, str) else f for name, f in functions.items()
         }
         self._specs = dict(functions)
-        self._overlong = overlong
+        self._overlong, self._weights = overlong, dict(weights or {})
         self._has_worked: set[str] = set()
         if workers:
             for function in functions.values():
                 name_of(function)  # refuses what another process could not import
-        self._workers = Workers(workers) if workers else None
-        self._num_workers = workers
+        self._workers = Workers(workers, timeout) if workers else None
+        self._num_workers, self._timeout = workers, timeout
         self._begun: dict[tuple[str, str], Future[Outcome]] = {}  # by function and group
 
     def __call__(
@@ -127,7 +160,8 @@ class Scorer:
         self._begun.clear()
         if self._overlong is not None:
             parts[OVERLONG] = list(overlong_penalties(rows.response_tokens, *self._overlong))
-        return [_total(values) for values in zip(*parts.values(), strict=True)], parts
+        weights = [self._weights.get(name, 1.0) for name in parts]
+        return [_total(values, weights) for values in zip(*parts.values(), strict=True)], parts
 
     def begin(
         self,
@@ -185,7 +219,8 @@ class Scorer:
             groups = rows.groups()
             futures = [self._begun.get((name, _key(group))) or self._submit(name, group) for group in groups]
             return [future.result() for future in futures]
-        return self._workers.run(self._specs[name], self._label(name), _chunks(rows, self._num_workers))
+        pieces = rows.groups() if self._timeout else _chunks(rows, self._num_workers)  # the limit is for a group
+        return self._workers.run(self._specs[name], self._label(name), pieces)
 
     def _submit(self, name: str, rows: Rows) -> Future[Outcome]:
         assert self._workers is not None
@@ -235,6 +270,6 @@ def _chunks(rows: Rows, count: int) -> list[Rows]:
     return chunks
 
 
-def _total(values: Sequence[float | None]) -> float | None:
-    scores = [value for value in values if value is not None]
+def _total(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    scores = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None]
     return sum(scores) if len(scores) == len(values) else None

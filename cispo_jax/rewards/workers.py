@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -29,9 +30,15 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cispo_jax
 
 
 class Workers:
-    """A fixed number of scoring processes; `run` spreads requests over them and keeps their order."""
+    """A fixed number of scoring processes; `run` spreads requests over them and keeps their order.
 
-    def __init__(self, count: int):
+    Args:
+      count: of processes.
+      timeout: seconds for one request, whose process is replaced when they are over; 0 = no limit.
+    """
+
+    def __init__(self, count: int, timeout: float = 0.0):
+        self._timeout = timeout
         self._processes: list[subprocess.Popen[str]] = []
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(count)
@@ -58,13 +65,16 @@ class Workers:
         index = self._idle.get()
         try:
             process = self._processes[index]
-            answer = _exchange(process, request)
-            if (
-                not answer
-            ):  # the process died, e.g. killed for memory: these rows have no reward, the next get a new one
+            try:
+                answer = _exchange(process, request, self._timeout)
+                problem = "" if answer else "its worker process ended with code {code}"
+            except TimeoutError:
+                problem = f"no answer after config.rewards.timeout={self._timeout:g} seconds"
+                process.kill()
+            if problem:  # killed for memory, perhaps: these rows have no reward, the next get a new process
                 _stop([process])
                 self._processes[index] = _start()
-                text = f"{label}: its worker process ended with code {process.returncode}."
+                text = f"{label}: {problem.format(code=process.returncode)} on example {rows.examples[0].get('id')!r}."
                 return Outcome([None] * len(rows), len(rows), [text])
         finally:
             self._idle.put(index)
@@ -124,13 +134,16 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
-def _exchange(process: subprocess.Popen[str], request: str) -> str:
+def _exchange(process: subprocess.Popen[str], request: str, timeout: float) -> str:
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(request + "\n")
         process.stdin.flush()
     except BrokenPipeError:
         return ""
+    # Nothing of the answer is in Python's buffer yet: one request, one line.
+    if timeout and not select.select([process.stdout], [], [], timeout)[0]:
+        raise TimeoutError
     return process.stdout.readline()
 
 

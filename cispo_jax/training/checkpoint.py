@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -40,6 +41,7 @@ class Checkpoints:
         """Starts the save; call `wait` before the state's buffers are donated again."""
         if step not in self.steps():
             items = {name: ocp.args.StandardSave(_flat(part)) for name, part in _parts(state).items()}
+            host = copy.deepcopy(host)  # it changes while the save goes on
             self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)))
 
     def restore(self, step: int, abstract: TrainState, shardings: Any) -> tuple[TrainState, dict[str, Any]]:

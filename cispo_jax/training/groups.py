@@ -26,6 +26,14 @@ class Scored:
     rewards: np.ndarray  # float64 [P, G], NaN where unscored
     parts: dict[str, list[float | None]]  # by reward function, [P*G]
 
+    def pass_rates(self) -> list[float | None]:
+        """Of each prompt, the share of responses that are right: full marks of the data set's scorer, or a total of 1 without it."""
+        P, G = self.rewards.shape
+        task = self.parts.get("task")
+        scores = self.rewards if task is None else np.array([np.nan if x is None else x for x in task]).reshape(P, G)
+        known = ~np.isnan(scores)
+        return [float(np.mean(row[k] >= 1)) if k.any() else None for row, k in zip(scores, known, strict=True)]
+
 
 def admit(scored: Scored, *, dynamic: bool) -> np.ndarray:
     """Which groups train, bool [P]: those with two rewards to compare and, under dynamic sampling, two different ones."""

@@ -30,6 +30,7 @@ import numpy as np
 
 from cispo_jax import programs, sharding, trainer
 from cispo_jax.config import default_config, from_config_dict
+from cispo_jax.data import PromptStream
 from experiments import cli
 from experiments.benchmarks import shapes, timing
 
@@ -75,14 +76,10 @@ def make_run(config, architecture):
 
     run = types.SimpleNamespace(
         **vars(made), config=config, score=score, encode=lambda example: prompts[example["id"] % P],
-        stream=_Stream(), watch=lambda examples: None, tokenizer=types.SimpleNamespace(decode=lambda ids: ""),
+        stream=PromptStream([{"id": i, "prompt": "", "answer": ""} for i in range(P)], 0),
+        watch=lambda examples: None, tokenizer=types.SimpleNamespace(decode=lambda ids: ""),
     )  # fmt: skip
     return run, made
-
-
-class _Stream:
-    def __getitem__(self, index: int) -> dict:
-        return {"id": index, "prompt": "", "answer": ""}
 
 
 class _Nothing:

@@ -16,8 +16,14 @@ Every round runs all samplers once, so that a busy machine slows all of them; pr
 rounds' ratios. A CPU second is one of a core; on an accelerator only wall seconds mean something. Where all rows decode all the time:
 the bytes that a token of every row must read (weights, keys and values), a second, over those of an array that is copied here.
 
-On 2 cores of an AMD EPYC, jax 0.10.2, torch 2.13, `--rounds=3 --cases skewed equal`, useful tokens a CPU second: skewed, 64 slots 2.04 and
-16 slots 2.29 times the plain loop; equal, the plain loop 2.3 times transformers, slots 0.98 times the plain loop.
+On 2 cores of an AMD EPYC, torch 2.13, useful tokens a CPU second (wall seconds in brackets) over those of the sampler named:
+
+                         jax 0.10.2    jax 0.12
+  equal    transformers   3.4 (2.9)   3.5 (3.1)   of the plain loop
+  prompt   transformers   4.6 (3.9)   5.6 (5.0)   of the plain loop, whose responses share their prompt's cache
+  skewed   plain loop     1.9 (1.9)               of 64 slots
+  skewed   plain loop     2.6 (2.6)               of 16 slots
+  sixteen  transformers   3.1 (2.9)               of the plain loop, SmolLM2-135M
 """
 
 import argparse

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cispo_jax.config import ConfigError
@@ -68,11 +68,25 @@ def answer_line_reward(responses: list[str], *, examples: list[dict[str, Any]], 
     return _scores(verify_answer_line, responses, examples)
 
 
-def verdict(response: str, example: Mapping[str, Any]) -> str:
-    """`right`, `wrong answer` or `no answer`."""
-    if verify_math(response, str(example["answer"])):
-        return "right"
-    return "wrong answer" if extract.final_answer(response) else "no answer"
+def verdicts(reward: Callable[..., Any]) -> Callable[[str, Mapping[str, Any]], str]:
+    """`verdict(response, example)` of one of the two rewards: `right`, `wrong answer`, `no answer` or `not judged`."""
+    verify, find = (
+        (verify_math, extract.final_answer) if reward is math_reward else (verify_answer_line, extract.answer_line)
+    )
+
+    def verdict(response: str, example: Mapping[str, Any]) -> str:
+        right = verify(response, str(example["answer"]))
+        if right is None:
+            return "not judged"
+        return "right" if right else "wrong answer" if find(response) else "no answer"
+
+    return verdict
+
+
+def answers(reward: Callable[..., Any]) -> Callable[[str, Mapping[str, Any]], str]:
+    """`answer(response, example)` of one of the two rewards: the normal form of the final answer, "" if there is none."""
+    find = extract.final_answer if reward is math_reward else extract.answer_line
+    return lambda response, example: canonical((find(response) or "")[:MAX_ANSWER])
 
 
 def _scores(verify: Any, responses: list[str], examples: list[dict[str, Any]]) -> list[float | None]:
