@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from cispo_jax import data, distributed, models, rewards, sharding, weights
 from cispo_jax.config import Config, ConfigError, suggest, validate
 from cispo_jax.data import tokenizers
 from cispo_jax.evaluation import Benchmark
-from cispo_jax.programs import Programs, make_programs, resolve_objective
+from cispo_jax.programs import Programs, describe_updates, make_programs, resolve_objective
 from cispo_jax.sampling import slots
 from cispo_jax.sampling.watch import Watch
 from cispo_jax.training.sft import warm_start
@@ -37,6 +38,7 @@ class Run(Programs):
     make_model: Callable[[], Any]
     prompt_width: int
     notes: list[str]
+    reference: Any = None  # a model: the policy that `objective.kl` holds on to
 
     def watch(self, examples: list[dict[str, Any]]) -> Watch:
         """What to call while responses to these examples are sampled: groups that are complete are scored meanwhile."""
@@ -47,6 +49,10 @@ class Run(Programs):
             distributed.main_only(functools.partial(print, flush=True)),
         )
         return Watch(examples, G, mine=mine, decode=decode, begin=begin, say=say)
+
+    def make_reference(self) -> Any:
+        """The starting weights once more, where `objective.kl` holds on to them: the first ones' buffers are donated."""
+        return jax.tree.map(jnp.copy, self.make_model()) if self.config.objective.kl else None
 
     def warm_start(self, model: Any, report: Callable[[int, float], None]) -> Any:
         """Supervised updates on the problems' demonstrations; `report(update, loss)` after each. The model is donated."""
@@ -80,6 +86,7 @@ def build(
     """Puts a run together; every user error is raised here, before anything is compiled. Arguments: see `trainer.train`."""
     notes: list[str] = []
     resolved = resolve_objective(config.objective, objective, notes)
+    notes.append(describe_updates(config, resolved[1]))
     if config.model.preset not in models.PRESETS and not config.model.weights and model is None:
         raise ConfigError(
             f"config.model.preset={config.model.preset!r}: valid values are {', '.join(models.PRESETS)}."
@@ -100,6 +107,11 @@ def build(
     asked = [problems.train, *(benchmark.examples for benchmark in benchmarks)]
     width = max(len(prompter.encode(example)) for part in asked for example in part)
     score = _scorer(config, problems, reward)
+    if config.objective.kl and config.sft.num_steps:
+        raise ConfigError(
+            f"config.objective.kl={config.objective.kl} with config.sft.num_steps={config.sft.num_steps}: the reference policy is that of "
+            "the starting weights, not of the warm start. Export the warm start (experiments.sft, experiments.export) and begin from it."
+        )
     if config.sft.num_steps:
         _check_demonstrations(config, problems, tokenizer)
 

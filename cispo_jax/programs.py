@@ -125,6 +125,8 @@ def make_programs(
 
     to_sampling = sampling_layout(abstract.model, sampling_mesh, dtype)
     held = _bytes_of_device(abstract, shardings)
+    if config.objective.kl:  # the reference policy
+        held += _bytes_of_device(abstract.model, shardings.model)
     model = abstract.model
     if hasattr(to_sampling, "lower"):  # one float32 device samples from the model that it trains
         model = jax.eval_shape(to_sampling, abstract.model)
@@ -174,6 +176,8 @@ def make_programs(
         epsilon_high=cap,
         load_balance=config.objective.load_balance,
         router_z=config.objective.router_z,
+        kl=config.objective.kl,
+        kl_estimator=config.objective.kl_estimator,
         shardings=shardings,
     )
     return Programs(
@@ -238,6 +242,41 @@ def response_log_probs(
         head_shards=sharding.shards("tensor"),
     )
     return log_probs, entropy, models.router_sums(states.routing)
+
+
+def describe_updates(config: Config, aggregation: str) -> str:
+    """One paragraph of what the settings of the objective come to, for the log."""
+    o, optimizer = config.objective, config.optimizer
+    defaults = inspect.signature(getattr(objectives, f"{o.name}_loss", objectives.cispo_loss)).parameters
+    epsilon = lambda name: (
+        getattr(o, name) if getattr(o, name) is not None else getattr(defaults.get(name), "default", None)
+    )
+    low, high = epsilon("epsilon_low"), epsilon("epsilon_high")
+    bounds = f"ratio in [{0 if low is None or low >= 1 else 1 - low:g}, {'inf' if high is None else f'{1 + high:g}'}]"
+    if ":" in o.name:
+        bounds = "bounds of its own"
+    updates = o.num_minibatches * o.num_epochs
+    warmup = {
+        "rollout_steps": (optimizer.warmup, optimizer.warmup * updates),
+        "updates": (optimizer.warmup / updates, optimizer.warmup),
+    }
+    rollouts, of_updates = warmup[optimizer.warmup_unit]
+    parts = [
+        f"objective {o.name}: {bounds}, {aggregation} aggregation, anchor {o.anchor}",
+        f"advantages by {o.advantage}" + (f", scaled by {o.advantage_scale}" if o.advantage == "group" else ""),
+        f"{updates} updates a batch ({o.num_minibatches} mini-batches x {o.num_epochs} epochs)",
+        f"warm-up {rollouts:g} rollout steps = {of_updates:g} updates",
+    ]
+    if o.kl:
+        parts.append(f"KL to the starting weights {o.kl:g} x {o.kl_estimator}")
+    if o.truncated_importance_cap is not None:
+        parts.append(f"truncated importance weights up to {o.truncated_importance_cap:g}")
+    buffer = config.rewards.overlong_buffer
+    truncated = "kept" if o.train_truncated else "out of the loss"
+    parts.append(
+        f"truncated responses {truncated}" + (f", penalised over the last {buffer:,} tokens" if buffer else "")
+    )
+    return "; ".join(parts)
 
 
 def chunk_tokens(vocab_size: int) -> int:

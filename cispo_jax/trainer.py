@@ -93,6 +93,7 @@ def train(
     if not resume:
         refuse_a_used_directory(workdir)
     run = building.build(config, dataset=dataset, reward=reward, objective=objective, model=model, sample_fn=sample_fn)
+    run.reference = run.make_reference()
     for note in run.notes:
         say(note)
     workdir = make_workdir(workdir)
@@ -132,7 +133,7 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
     """Steps 1 to 7; moves `state` and returns the metrics."""
     config = run.config
     report = StepReport(step, config)
-    sampler = run.to_sampling(state.train.model)
+    sampler, limit = run.to_sampling(state.train.model), config.sampling.limit(step)
     batches: list[Scored] = []
     admitted: list[np.ndarray] = []
     for _ in range(1 + config.sampling.max_refills):
@@ -143,11 +144,11 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             rollout = run.sample(
                 sampler, [run.encode(e) for e in examples], group_size=config.sampling.group_size,
                 temperature=config.sampling.temperature, seed=config.seed, step=step, prompt_ids=ids,
-                record_experts=config.objective.routing_replay, on_sync=run.watch(examples),
+                record_experts=config.objective.routing_replay, on_sync=run.watch(examples), limit=limit,
             )  # fmt: skip
         # ---- 3. score
         with report.timed("score"):
-            batches.append(score(run, rollout, examples, step))
+            batches.append(score(run, rollout, examples, step, limit))
             run.stream.observe(state.prompts, examples, batches[-1].pass_rates())
         # ---- 4. admit
         admitted.append(admit(batches[-1], dynamic=config.sampling.dynamic))
@@ -157,7 +158,6 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
     rollout, rewards_PG, live_P = assemble(batches, admitted, config)
     report.rollouts(writer, batches, live_P)
     report.values(run.stream.metrics(state.prompts))
-
     # ---- 5. advantages
     advantages_PG = compute_advantages(config, rewards_PG, live_P)
     loss_mask = trained_tokens(config, rollout, rewards_PG, live_P)
@@ -174,15 +174,18 @@ def rollout_step(run, state: RunState, step: int, writer: Writer, checkpoints: C
             rollout_log_probs=rollout.log_probs,
             old_log_probs=rollout.log_probs.copy(),
             expert_ids=rollout.expert_ids,
+            ref_log_probs=None if run.reference is None else np.zeros(loss_mask.shape, np.float32),
         )
+        policies = {"old_log_probs": state.train.model} | ({"ref_log_probs": run.reference} if run.reference else {})
         scored = []
         for rows in minibatches(config, step, num_epochs=1):
             batch.coefficients[rows] = run.coefficients(loss_mask[rows], group_ids[rows])
             if loss_mask[rows].any():
                 minibatch, places = run.pack(jax.tree.map(lambda x, rows=rows: x[rows], batch))
-                scored.append((rows, places, run.score_step(state.train.model, minibatch)))
-        for rows, places, log_probs in scored:
-            batch.old_log_probs[rows] = places.unpack(distributed.to_host(log_probs), batch.old_log_probs[rows])
+                scored += [(rows, places, name, run.score_step(model, minibatch)) for name, model in policies.items()]
+        for rows, places, name, log_probs in scored:
+            into = getattr(batch, name)
+            into[rows] = places.unpack(distributed.to_host(log_probs), into[rows])
         report.values(diagnostics.rollout_mismatch(batch.old_log_probs, rollout.log_probs, loss_mask))
         if config.objective.anchor == "rollout":
             batch = batch._replace(old_log_probs=rollout.log_probs)
@@ -233,13 +236,13 @@ def stop_early(step: int, checkpoints: Checkpoints) -> None:
     raise SystemExit(75)
 
 
-def score(run, rollout: Rollout, examples: list[dict[str, Any]], step: int) -> Scored:
+def score(run, rollout: Rollout, examples: list[dict[str, Any]], step: int, limit: int) -> Scored:
     """Rewards of every response, from its decoded text; the sampled ids are what is trained on."""
     P, G = len(examples), run.config.sampling.group_size
     responses = rollout.responses()
     texts = distributed.divide(lambda mine: [run.tokenizer.decode(ids) for ids in responses[mine]], len(responses))
     rows = [example for example in examples for _ in range(G)]
-    total, parts = run.score(texts, rows, rollout.finish_reasons, rollout.lengths.tolist())
+    total, parts = run.score(texts, rows, rollout.finish_reasons, rollout.lengths.tolist(), limit)
     rewards = np.array([np.nan if value is None else value for value in total], np.float64)
     if run.config.sampling.shuffle_rewards:
         rewards = np.random.default_rng((run.config.seed, step)).permutation(rewards)

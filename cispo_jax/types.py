@@ -78,6 +78,7 @@ class Batch(NamedTuple):
     rollout_log_probs: np.ndarray  # float32 [B, T]
     old_log_probs: np.ndarray  # float32 [B, T], frozen for all updates of the batch
     expert_ids: np.ndarray | None = None  # int16 [B, S+T, L, K], a selection to replay
+    ref_log_probs: np.ndarray | None = None  # float32 [B, T], of the reference policy, where there is one
 
 
 class Packed(NamedTuple):
@@ -102,6 +103,7 @@ class Packed(NamedTuple):
     rollout_log_probs: Leaf
     old_log_probs: Leaf
     expert_ids: Leaf | None = None  # int16 [M, R, X, L, K]
+    ref_log_probs: Leaf | None = None  # as `old_log_probs`
 
 
 @jax.tree_util.register_dataclass

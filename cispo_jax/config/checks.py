@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rewards.task": ("auto", "on", "off"),
     "objective.aggregation": ("token", "prompt", "sequence", "constant"),
     "objective.anchor": ("old", "rollout"),
+    "objective.kl_estimator": ("k1", "k2", "k3"),
     "objective.advantage": ("group", "rloo"),
     "objective.advantage_scale": ("group", "batch", "none"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
@@ -43,6 +44,7 @@ MINIMUM: dict[str, float] = {
     "objective.micro_batch_tokens": 0,
     "objective.load_balance": 0,
     "objective.router_z": 0,
+    "objective.kl": 0,
     "optimizer.warmup": 0,
     "optimizer.max_grad_norm": 0,
     "optimizer.weight_decay": 0,
@@ -105,6 +107,8 @@ def validate(config: Config) -> None:
         )
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"config.logging.wandb={config.logging.wandb!r} needs the wandb package: pip install wandb")
+    if not 0 <= config.data.retire_at <= 1:
+        raise ConfigError(f"config.data.retire_at={config.data.retire_at}: valid values are 0 (off) to 1.")
     profile_steps(config.profile)
 
 
@@ -138,6 +142,17 @@ def _validate_sampling(config: Config) -> None:
             f"config.objective.num_minibatches={objective.num_minibatches}: a mini-batch holds whole groups. Valid numbers of "
             f"mini-batches for {sampling.prompts_per_step} prompts: {', '.join(map(str, divisors))}."
         )
+    for start, limit in sampling.length_schedule.items():
+        if not start.isdigit() or isinstance(limit, bool) or not isinstance(limit, int):
+            raise ConfigError(
+                f"config.sampling.length_schedule.{start}={limit!r}: a rollout step and a number of tokens, e.g. 500=80_000."
+            )
+        least = max(1, config.rewards.overlong_buffer)
+        if not least <= limit <= sampling.max_new_tokens:
+            raise ConfigError(
+                f"config.sampling.length_schedule.{start}={limit}: valid values are {least} to config.sampling.max_new_tokens="
+                f"{sampling.max_new_tokens}."
+            )
     if config.rewards.overlong_buffer > sampling.max_new_tokens:
         raise ConfigError(
             f"config.rewards.overlong_buffer={config.rewards.overlong_buffer} tokens is more than "

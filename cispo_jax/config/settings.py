@@ -109,6 +109,8 @@ class SamplingSettings:
     prompts_per_step: int = 16  # P: prompts of one rollout batch
     group_size: int = 8  # G: responses of each prompt
     max_new_tokens: int = 64  # T: response tokens, the EOS included
+    # Rollout step -> limit of a response from then on, at most max_new_tokens, as in {"1": 40_000, "500": 80_000} (MiniMax-M1)
+    length_schedule: Mapping[str, int] = field(default_factory=dict)
     slots: int = 0  # responses decoded at a time: one that ends makes room for the next; 0 = as many as memory holds
     sync_tokens: int = 64  # with slots: tokens of a response between two looks of the host
     repetition_stop: int = (
@@ -120,6 +122,11 @@ class SamplingSettings:
     dynamic: bool = True  # leave out groups whose rewards are all equal (DAPO's dynamic sampling)
     max_refills: int = 0  # further batches of prompts to replace groups that were left out
     shuffle_rewards: bool = False  # control experiment: permute the rewards within the batch; nothing can be learned
+
+    def limit(self, step: int) -> int:
+        """Tokens of a response at most in a rollout step (from 1)."""
+        begun = [int(start) for start in self.length_schedule if int(start) <= step]
+        return self.length_schedule[str(max(begun))] if begun else self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,10 @@ class ObjectiveSettings:
     advantage_scale: str = "group"  # divide by the standard deviation of the group | batch | none
     train_truncated: bool = True  # False: responses that hit max_new_tokens leave the loss
     truncated_importance_cap: float | None = None  # multiply by min(old / rollout, cap); refused with anchor=rollout
+    kl: float = (
+        0.0  # coefficient of a penalty for leaving the starting weights, kept as a frozen reference policy; 0 = off
+    )
+    kl_estimator: str = "k3"  # k1 | k2 | k3 (GRPO)
     load_balance: float = 0.0  # coefficient of the routers' load-balance loss (mixture of experts); 0 = off
     router_z: float = 0.0  # coefficient of the routers' z-loss; 0 = off
     routing_replay: bool = False  # train on the experts that the sampler chose (R3); gates and gradients are today's

@@ -149,7 +149,9 @@ class Scorer:
         examples: Sequence[dict[str, Any]],
         finish_reasons: Sequence[str],
         response_tokens: Sequence[int],
+        limit: int | None = None,
     ) -> tuple[list[float | None], dict[str, list[float | None]]]:
+        """`limit`: tokens of a response at most, where it is not the one of the settings (the overlong penalty ends there)."""
         rows = _rows(responses, examples, finish_reasons, response_tokens)
         parts: dict[str, list[float | None]] = {}
         self.failed = {}
@@ -159,7 +161,8 @@ class Scorer:
             parts[name] = outcome.values
         self._begun.clear()
         if self._overlong is not None:
-            parts[OVERLONG] = list(overlong_penalties(rows.response_tokens, *self._overlong))
+            most, buffer, penalty = self._overlong
+            parts[OVERLONG] = list(overlong_penalties(rows.response_tokens, limit or most, buffer, penalty))
         weights = [self._weights.get(name, 1.0) for name in parts]
         return [_total(values, weights) for values in zip(*parts.values(), strict=True)], parts
 

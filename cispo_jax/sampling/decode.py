@@ -42,6 +42,7 @@ def sample_groups(
     dtype=jnp.float32,
     record_experts: bool = False,
     repetition_stop: int = 0,
+    limit: int | None = None,
     slots: int = 0,
     sync_tokens: int = 64,
     on_sync: Callable[[Progress], None] | None = None,
@@ -64,6 +65,7 @@ def sample_groups(
       max_tokens: cache columns that may be used; prompt_width + max_new_tokens above it is refused.
       record_experts: keep the experts that each token took in each layer (`Rollout.expert_ids`); for models that have some.
       repetition_stop: R; a response ends after R tokens in a row that each had a probability above 0.99 (MiniMax-M1). 0 = off.
+      limit: a lower limit than max_new_tokens, of this call; nothing is compiled anew for another one.
       slots: responses that decode at a time, a multiple of the devices that split rows; one that ends makes room for the next
         (`sampling.slots`). 0: all P x G, in one program that ends with the longest.
       sync_tokens: with slots, how many tokens at most between two looks of the host at them.
@@ -83,6 +85,8 @@ def sample_groups(
     width = longest if prompt_width is None else prompt_width
     if max_new_tokens < 1 or group_size < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} and group_size={group_size} must be at least 1.")
+    if limit is not None and not 1 <= limit <= max_new_tokens:
+        raise ConfigError(f"limit={limit} must be 1 to max_new_tokens={max_new_tokens}.")
     if repetition_stop < 0 or slots < 0 or sync_tokens < 1:
         raise ConfigError(
             f"repetition_stop={repetition_stop}, slots={slots}, sync_tokens={sync_tokens}: repetition_stop >= 0, slots >= 0 (0 = off) "
@@ -119,7 +123,7 @@ def sample_groups(
     rules = Rules.of(
         temperature=temperature,
         eos_ids=eos_ids,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens if limit is None else limit,
         repetition_stop=repetition_stop,
         seed=seed,
         step=step,

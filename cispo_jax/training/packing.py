@@ -68,6 +68,9 @@ class Layout:
         return Layout(-(-of_device // height), height * devices, devices, X, Y, share, packed, shared)
 
 
+OF_TOKENS = ("loss_mask", "coefficients", "rollout_log_probs", "old_log_probs")  # of a `Batch`, copied token by token
+
+
 @dataclasses.dataclass(frozen=True)
 class Places:
     """Where the tokens of each response went; B responses of a mini-batch. One without a trained token went nowhere."""
@@ -98,7 +101,9 @@ def pack(batch: Batch, layout: Layout) -> tuple[Packed, Places]:
     rows = assign(keys, np.array([len(columns) for columns in prompts]), lengths, layout)
     passes = max(1, -(-len(rows) // layout.rows))
     experts = () if batch.expert_ids is None else batch.expert_ids.shape[2:]
-    packed = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes(layout, experts))
+    packed = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), shapes(layout, experts, batch.ref_log_probs is not None)
+    )
     if experts:
         packed.expert_ids.fill(NO_EXPERT)
     places = Places(np.full(len(lengths), -1), np.zeros(len(lengths), int), lengths)
@@ -161,8 +166,8 @@ def _evenly(groups: list[list[int]], layout: Layout) -> list[list[list[int]]]:
     return [[group[i : i + longest]] for group in groups for i in range(0, len(group), longest)]
 
 
-def shapes(layout: Layout, experts: tuple[int, ...] = ()) -> Packed:
-    """Shapes and types of a packed mini-batch; `experts`: (L, K) of the selections to replay."""
+def shapes(layout: Layout, experts: tuple[int, ...] = (), reference: bool = False) -> Packed:
+    """Shapes and types of a packed mini-batch; `experts`: (L, K) of the selections to replay; `reference`: with its log-probs."""
     X, Y = ((layout.passes, layout.rows, width) for width in (layout.tokens, layout.responses))
     of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
     types: dict[str, Any] = dict.fromkeys(Packed._fields, np.float32)
@@ -171,9 +176,9 @@ def shapes(layout: Layout, experts: tuple[int, ...] = ()) -> Packed:
     arrays: dict[str, Any] = {name: of(Y, dtype) for name, dtype in types.items()} | {
         name: of(X, np.int32) for name in of_tokens
     }
-    return Packed(
-        **arrays | {"passes": of((), np.int32), "expert_ids": of((*X, *experts), np.int16) if experts else None}
-    )
+    some = {"expert_ids": of((*X, *experts), np.int16) if experts else None}
+    some |= {} if reference else {"ref_log_probs": None}
+    return Packed(**arrays | {"passes": of((), np.int32)} | some)
 
 
 def _fill(
@@ -207,7 +212,7 @@ def _fill(
             into.targets[new] = batch.tokens[i, S : S + n]
             into.response_ids[new] = response
             into.advantages[new] = batch.advantages[i]
-            for name in ("loss_mask", "coefficients", "rollout_log_probs", "old_log_probs"):
+            for name in OF_TOKENS if batch.ref_log_probs is None else (*OF_TOKENS, "ref_log_probs"):
                 getattr(into, name)[new] = getattr(batch, name)[i, :n]
             tokens(i, S + np.arange(n - 1), position=len(columns), prefix=prompt, weight=1)
             places.row[i], places.start[i] = at, y

@@ -6,6 +6,7 @@ token brings its coefficient in the loss of the whole mini-batch along, so that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from cispo_jax import diagnostics, masked
-from cispo_jax.objectives import truncated_importance_weights
+from cispo_jax.objectives import kl_penalty, truncated_importance_weights
 from cispo_jax.routing import RouterSums, load_balance_loss, router_z_loss
 from cispo_jax.types import Packed, TrainState
 
@@ -36,6 +37,8 @@ def make_train_step(
     epsilon_high: float = 4.0,
     load_balance: float = 0.0,
     router_z: float = 0.0,
+    kl: float = 0.0,
+    kl_estimator: str = "k3",
     shardings: Any = None,
 ) -> Callable[[TrainState, Packed, jax.Array], tuple[TrainState, dict]]:
     """The compiled update `(state, mini-batch, learning_rate) -> (state, metrics)`; the state is donated.
@@ -46,6 +49,7 @@ def make_train_step(
       importance_cap: multiply terms by min(old / rollout, cap) (truncated importance sampling); None = off.
       epsilon_high: the cap that `clip/at_cap` reports on.
       load_balance, router_z: coefficients of the routers' losses (`cispo_jax.routing`), over the tokens of all passes.
+      kl, kl_estimator: coefficient of the penalty for leaving the reference policy (`cispo_jax.kl_penalty`), weighted like the loss.
       shardings: of the state, kept across steps.
 
     Returns:
@@ -65,6 +69,17 @@ def make_train_step(
             loss, _ = loss_fn(*arrays, aggregation=rows.coefficients, segment_ids=rows.response_ids, **extra)
             sums = diagnostics.clip_sums(*arrays, epsilon_high=epsilon_high)
             mask = masked.counted(rows.loss_mask)
+            if kl:
+                assert rows.ref_log_probs is not None
+                of_reference = (log_probs, rows.ref_log_probs, rows.loss_mask)
+                penalty = functools.partial(
+                    kl_penalty, *of_reference, estimator=kl_estimator, segment_ids=rows.response_ids
+                )
+                loss += kl * penalty(aggregation=rows.coefficients)
+                sums["policy/kl_reference"] = (
+                    penalty(aggregation="constant", normalizer=1.0),
+                    masked.masked_count(rows.loss_mask),
+                )
             sums["policy/entropy"] = (masked.masked_sum(entropy, mask), masked.masked_count(mask))
         if router is not None and (load_balance or router_z):
             loss += load_balance * load_balance_loss(router, whole) + router_z * router_z_loss(router, whole)

@@ -100,7 +100,7 @@ class Lowered:
         replayed = (architecture.num_layers, architecture.experts_per_token) * self.config.objective.routing_replay
         layout = sharding.passes_layout(self.programs.mesh)
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout(x))
-        return jax.tree.map(place, packing.shapes(self.programs.layout, replayed))
+        return jax.tree.map(place, packing.shapes(self.programs.layout, replayed, bool(self.config.objective.kl)))
 
     def reshard(self):
         if not hasattr(self.programs.to_sampling, "lower"):

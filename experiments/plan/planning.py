@@ -76,12 +76,13 @@ def plan(
         "decode": estimate.decode_traffic(config, architecture, sizes, sampling_split, sampler),
     }
     # What lies in memory beside a program's own arguments.
+    reference = bytes_of_device(lowered.state.model) if config.objective.kl else 0
     resident = {
-        "train_step": 0,
-        "reshard": state - bytes_of_device(lowered.state.model),
-        "prefill": state + prompts + caches,
-        "widen": state + sampler + prompts,
-        "decode": state + prompts,
+        "train_step": reference,
+        "reshard": state - bytes_of_device(lowered.state.model) + reference,
+        "prefill": state + prompts + caches + reference,
+        "widen": state + sampler + prompts + reference,
+        "decode": state + prompts + reference,
     }
     figures: dict[str, Compiled | None]
     if result["estimate"]:
