@@ -55,6 +55,7 @@ def evaluate(
     seed: int,
     step: int,
     partial: epath.Path | None = None,
+    weights: str = "",
 ) -> tuple[dict[str, float], list[Record]]:
     """Metrics (`summarise`) and one record a problem.
 
@@ -62,12 +63,14 @@ def evaluate(
       score: the training reward of a batch, for `eval/reward`.
       partial: a file that records are added to while the evaluation goes on. If it holds some of the same evaluation, which was killed,
         those are not computed again.
+      weights: what tells these weights from others, for `partial`.
     """
     start = time.monotonic()
     settings, examples = benchmark.settings, benchmark.examples
     examples = [examples[i] for i in range(min(settings.num_problems or len(examples), len(examples)))]
     ask = _Asker(model, benchmark, len(examples), sample, encode, decode, score, seed, step)
-    records = _begin(partial, ask.identity([e.get("id") for e in examples])) if partial is not None else []
+    identity = [weights, *(str(example.get("id")) for example in examples)]
+    records = _begin(partial, ask.identity(identity)) if partial is not None else []
     for first in range(len(records), len(examples), settings.batch_rows):
         chunk = ask.records(first, examples[first : first + settings.batch_rows])
         records += chunk
@@ -153,15 +156,9 @@ class _Asker:
     seed: int
     step: int
 
-    def identity(self, ids: Sequence[Any]) -> str:
+    def identity(self, others: Sequence[str]) -> str:
         """What decides the records, in short."""
-        what = [
-            dataclasses.asdict(self.benchmark.settings),
-            self.benchmark.name,
-            self.seed,
-            self.step,
-            list(map(str, ids)),
-        ]
+        what = [dataclasses.asdict(self.benchmark.settings), self.benchmark.name, self.seed, self.step, *others]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def records(self, first: int, examples: list[dict[str, Any]]) -> list[Record]:

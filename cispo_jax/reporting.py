@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import resource
 import sys
@@ -214,6 +215,8 @@ def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict
     """Evaluates the current weights on every benchmark; records go to evaluations/step_000123.jsonl (or NAME.jsonl), of a further
     benchmark to evaluations/step_000123.BENCHMARK.jsonl."""
     sampler = run.to_sampling(state.train.model)
+    smallest = min(jax.tree.leaves(state.train.model), key=lambda leaf: leaf.size)  # every update moves it
+    weights = hashlib.sha256(distributed.to_host(smallest).tobytes()).hexdigest()
     values: dict[str, float] = {}
     for benchmark in run.benchmarks:
         settings = benchmark.settings
@@ -234,6 +237,7 @@ def evaluate_and_record(run, state, workdir: epath.Path, name: str = "") -> dict
             seed=run.config.seed + 2**31,  # apart from the keys of training
             step=state.step,
             partial=partial,
+            weights=weights,
         )
         evaluation.write_records(path, records, partial)
         values |= metrics

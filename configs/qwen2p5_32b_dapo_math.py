@@ -1,10 +1,10 @@
 """The comparison of MiniMax-M1's figure 2 in one page: Qwen2.5-32B on DAPO-Math with CISPO, DAPO or GRPO, for a TPU v5p-256.
 
-    python -m experiments.train --config=configs/qwen2p5_32b_dapo_math.py --workdir=runs/dapo_math --config.data.source=dapo_math.jsonl
+    python -m experiments.train --config=configs/qwen2p5_32b_dapo_math.py --workdir=runs/dapo_math
     .venv-plan/bin/python -m experiments.plan --config=configs/qwen2p5_32b_dapo_math.py --topology=v5p:4x4x8
 
-`configs/qwen2p5_32b_dapo_math.py:dapo` and `:grpo` are the other two; they share everything but the objective. `dapo_math.jsonl` holds the
-problems of DAPO-Math-17k, one a line with `prompt` and `answer`. As in DAPO: 512 prompts x 16 responses a step, every token used once in
+`configs/qwen2p5_32b_dapo_math.py:dapo` and `:grpo` are the other two; they share everything but the objective. The two files are those of
+DAPO-Math-17k and AIME-2024 as DAPO's authors publish them. As in DAPO: 512 prompts x 16 responses a step, every token used once in
 16 updates, 2,048 tokens of prompt and 20,480 of response, AdamW 1e-6 after 20 steps of warm-up, no KL. What the paper leaves open is
 taken from ScaleRL: CISPO's cap is 1 + 4. Not run here (128 chips).
 
@@ -25,7 +25,7 @@ def get_config(objective="cispo"):
     config.model.preset = "qwen2.5-32b"
     config.model.weights = "hf:Qwen/Qwen2.5-32B"
     config.model.dtype = "bfloat16"
-    config.data.source = "dapo_math.jsonl"
+    config.data.source = "dapo_math:dapo-math-17k.parquet"
     config.data.max_prompt_tokens = 2_048
     config.data.long_prompts = "filter"
     config.data.prompt_suffix = "\n\nSolve the problem step by step. The last line of your answer is: Answer: $Answer"
@@ -44,7 +44,11 @@ def get_config(objective="cispo"):
     config.mesh.data = 4  # x fsdp 32: 5,120 / 32 is a multiple of 32, so that no shard is padded
     config.mesh.sampling.tensor = 8
     config.evaluation.every = 4
-    config.evaluation.samples = 32
-    config.evaluation.top_p = 0.95
+    config.evaluation.num_problems = 64
+    config.evaluation.sets.aime_2024 = {
+        "source": "aime_2024:aime-2024.parquet",
+        "samples": 32,
+        "top_p": 0.95,
+    }  # DAPO's own: 0.7
     config.checkpoint.every = 4
     return config

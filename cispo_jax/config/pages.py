@@ -59,6 +59,12 @@ def set_from_text(page: dict[str, Any], name: str, text: str) -> None:
     hint: Any = Config
     path = ""
     for section in sections:
+        if typing.get_origin(hint) is Mapping:  # a table in a table of free keys
+            inner = page.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"config.{path}{section} is a value, not a table: config.{name} does not exist.")
+            page, path = inner, f"{path}{section}."
+            continue
         if not dataclasses.is_dataclass(hint):
             raise ConfigError(f"config.{path[:-1]} is a value, not a section: config.{name} does not exist.")
         hints = typing.get_type_hints(hint)

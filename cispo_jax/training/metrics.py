@@ -81,7 +81,9 @@ def discard_after(workdir: epath.Path, step: int) -> int:
         except (json.JSONDecodeError, KeyError, TypeError):
             late.append(line)  # the line that a kill cut short
     folders = [workdir / "rollouts", workdir / "evaluations"]
-    stale = [p for folder in folders for p in sorted(folder.glob("step_*.jsonl")) if int(p.stem[5:]) > step]
+    stale = [
+        p for folder in folders for p in sorted(folder.glob("step_*.jsonl")) if int(p.name[5:].split(".")[0]) > step
+    ]
     if late or stale:
         discarded.mkdir(parents=True, exist_ok=True)
         append_text(discarded / "metrics.jsonl", "".join(late))

@@ -57,6 +57,7 @@ def _rehearse(config, folder: Path) -> int:
         small = shrink.shrink(config, demonstration=_longest_demonstration(run))
         settings, architecture, full = stand_ins.small_model(run, config, folder)
         small = dataclasses.replace(small, model=settings, data=stand_ins.small_files(run, small, folder))
+        small = dataclasses.replace(small, evaluation=stand_ins.small_sets(run, small))
         said.append(f"at full size, {run.mesh.size} device(s)")
     changed = shrink.changes(config, small)
     _print_changes(changed, shrink.changes(full, architecture), notes)

@@ -79,6 +79,7 @@ def shrink(config: Config, *, demonstration: int = 0) -> Config:
             every=min(evaluation.every, 2),
             num_problems=min(evaluation.num_problems or DEVICES, DEVICES),
             samples=min(evaluation.samples, 2),
+            sets={name: _small_set(table) for name, table in evaluation.sets.items()},
             batch_rows=min(evaluation.batch_rows, DEVICES),
         ),
         checkpoint=dataclasses.replace(config.checkpoint, every=min(config.checkpoint.every, 2)),
@@ -163,3 +164,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
+
+
+def _small_set(table: Any) -> Any:
+    """A benchmark of `config.evaluation.sets`; what is wrong in it fails as it would at full size."""
+    if not isinstance(table, Mapping):
+        return table
+    few = {"num_problems": min(table.get("num_problems") or DEVICES, DEVICES)}
+    return dict(table) | few | ({"samples": min(table["samples"], 2)} if "samples" in table else {})

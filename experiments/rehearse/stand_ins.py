@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import tokenizers
 
 from cispo_jax import models, weights
 from cispo_jax.building import Run
-from cispo_jax.config import Config, ConfigError, DataSettings, suggest
-from cispo_jax.data import hub
+from cispo_jax.config import Config, ConfigError, DataSettings, EvaluationSettings, suggest
+from cispo_jax.data import hub, math_sets
 from cispo_jax.data.tokenizers import Tokenizer, byte_level_bpe, save_tokenizer
 from experiments.rehearse import shrink
 
@@ -75,7 +76,22 @@ def find(config: Config, folder: Path) -> tuple[Config, Model | None, list[str]]
                 f"config.data.{name}={getattr(data, name)} is not on this machine: made-up sums with the fields {', '.join(fields)}"
             )
             files[name] = str(path)
-    return dataclasses.replace(config, model=settings, data=dataclasses.replace(data, **files)), model, notes
+    data = dataclasses.replace(data, **files)
+    evaluation = dataclasses.replace(config.evaluation, sets=_sets(config, data, folder, notes))
+    return dataclasses.replace(config, model=settings, data=data, evaluation=evaluation), model, notes
+
+
+def _sets(config: Config, data: DataSettings, folder: Path, notes: list[str]) -> dict[str, Any]:
+    """`config.evaluation.sets`, with made-up problems for files that are not here."""
+    sets: dict[str, Any] = {}
+    for number, (name, table) in enumerate(config.evaluation.sets.items()):
+        if isinstance(table, Mapping) and _is_absent_file(str(table.get("source", ""))):
+            path = folder / f"fixture_{name}.jsonl"
+            write_fixture(path, data, first=10_000 * (number + 1), responses=False)
+            notes.append(f"config.evaluation.sets.{name}.source={table['source']} is not on this machine: made-up sums")
+            table = dict(table) | {"source": str(path)}
+        sets[name] = table
+    return sets
 
 
 def _is_absent(path: str, *, whole: bool = False) -> bool:
@@ -90,6 +106,7 @@ def _is_absent(path: str, *, whole: bool = False) -> bool:
 
 
 def _is_absent_file(path: str) -> bool:
+    path = math_sets.split_source(path)[1]
     if hub.is_hub(path):
         try:
             hub.fetch_data(path, "config.data.source")
@@ -139,6 +156,13 @@ def small_files(run: Run, config: Config, folder: Path) -> DataSettings:
         _write(folder / "problems.jsonl", [row for rows, count in parts for row in shortest(rows, count)])
         settings = dataclasses.replace(settings, source=str(folder / "problems.jsonl"))
     return settings
+
+
+def small_sets(run: Run, config: Config) -> EvaluationSettings:
+    """The evaluation of the rehearsal, its benchmarks from the files that the run at full size found or made."""
+    full = run.config.evaluation.sets
+    sets = {name: dict(table) | {"source": full[name]["source"]} for name, table in config.evaluation.sets.items()}
+    return dataclasses.replace(config.evaluation, sets=sets)
 
 
 def small_model(
