@@ -3,6 +3,8 @@
 python -m experiments.train --config=configs/smollm2_math_mixture.py --workdir=runs/math_mixture
 """
 
+import os
+
 from cispo_jax.config import default_config
 from configs.common import models, recipes
 
@@ -27,6 +29,7 @@ def get_config():
     }
     config.data.train_size = 512
     config.data.eval_size = 64
+    config.data.template = os.path.join(os.path.dirname(__file__), "common", "boxed.jinja")
     config.data.prompt_suffix = "\nPut the answer in \\boxed{}."
     config.rewards.verifier = "math"
     config.rewards.format = "boxed"
