@@ -15,7 +15,7 @@ def get_config():
     config = default_config()
     models.smollm2_135m(config)
     recipes.sixteen_updates(config)
-    config.num_steps = 60
+    config.num_steps = 40
     config.data.source = "mixture"
     config.data.tasks.sums = {"source": "reasoning_gym:chain_sum", "options": TWO | {"max_digits": 2}}
     config.data.tasks.products = {
