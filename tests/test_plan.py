@@ -198,6 +198,12 @@ def test_a_refusal_of_the_tpu_compiler_is_read():
     )
     needed, available = compiling.refused(message)
     assert (needed / 2**30, available / 2**30) == pytest.approx((103.45, 95.74))
+    message = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (23.74G) "
+        "exceeds available HBM (15.75G). HLO module: jit_train_step."
+    )
+    needed, available = compiling.refused(message)
+    assert (needed / 2**30, available / 2**30) == pytest.approx((23.74, 15.75))
     assert compiling.refused("INVALID_ARGUMENT: something else") is None
 
 

@@ -227,7 +227,10 @@ def compile_program(lowered: Any, mesh: jax.sharding.Mesh) -> Compiled | None:
 
 def refused(message: str) -> tuple[int, int] | None:
     """Needed and available bytes of a RESOURCE_EXHAUSTED message of the TPU compiler; None where it is something else."""
-    found = re.search(r"[Uu]sed ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm", message)
+    amount = r"([\d.]+)([KMGT]?)i?B?"
+    found = re.search(rf"[Uu]sed {amount} of {amount} hbm", message)
+    # libtpu 0.0.50 raises the same refusal in other words.
+    found = found or re.search(rf"required for [\w ]+ \({amount}\) exceeds available HBM \({amount}\)", message)
     if found is None:
         return None
     return int(float(found[1]) * UNITS[found[2]]), int(float(found[3]) * UNITS[found[4]])

@@ -62,7 +62,7 @@ def test_temporaries_grow_linearly_with_the_length(tmp_path):
         assert code == 0, text
         return found["train_step"]["temp_bytes"]
 
-    short, long, longer = map(temporary, (8192, 16384, 32768))
+    short, long, longer = map(temporary, (16384, 32768, 65536))  # a chip's fast memory takes the first 100 MB
     assert longer - long < 2.3 * (long - short)
 
 
