@@ -194,7 +194,7 @@ def shard_passes(mesh: Mesh, arrays: Any) -> Any:
 def constrain(x: jax.Array, *spec: Any) -> jax.Array:
     """`x` laid out as `spec` says on the mesh that the program is traced under, if there is one."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names) or jax.config.jax_disable_jit:
+    if mesh.empty or mesh.manual_axes or set(AXES) - set(mesh.axis_names) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return x  # without jit (JAX_DISABLE_JIT=1) an array lies where it lies
     return jax.lax.with_sharding_constraint(x, P(*spec))
 

@@ -26,12 +26,14 @@ def one_device(monkeypatch):
 
 SMALL = dict(prompts=4, group_size=4, learning_rate=1e-3)
 SAID = {
-    "grpo": "objective grpo: ratio in [0.8, 1.2], sequence aggregation, anchor old; advantages by group, scaled by group; 1 updates a batch "
-    "(1 mini-batches x 1 epochs); warm-up 0 rollout steps = 0 updates; KL to the starting weights 0.04 x k3; truncated responses kept",
+    "grpo": "objective grpo: ratio in [0.8, 1.2], sequence aggregation, anchor old; advantages by group, scaled by group; 1 updates a "
+    "batch (1 mini-batches x 1 epochs); warm-up 0 rollout steps = 0 updates; KL to the starting weights 0.04 x k3; truncated responses "
+    "kept",
     "dapo": "objective dapo: ratio in [0.8, 1.28], token aggregation, anchor old; advantages by group, scaled by group; 4 updates a batch "
     "(4 mini-batches x 1 epochs); warm-up 20 rollout steps = 80 updates; truncated responses kept, penalised over the last 1 tokens",
-    "cispo_m1": "objective cispo: ratio in [0, 5], prompt aggregation, anchor old; advantages by group, scaled by group; 16 updates a "
-    "batch (1 mini-batches x 16 epochs); warm-up 20 rollout steps = 320 updates; truncated responses kept, penalised over the last 1 tokens",
+    "cispo_m1": "objective cispo: ratio in [0, 5], prompt aggregation, anchor old; advantages by group, scaled by group; 16 "
+    "updates a batch (1 mini-batches x 16 epochs); warm-up 20 rollout steps = 320 updates; truncated responses kept, penalised over the "
+    "last 1 tokens",
     "cispo_scalerl": "objective cispo: ratio in [0, 5], prompt aggregation, anchor rollout; advantages by group, scaled by batch; "
     "1 updates a batch (1 mini-batches x 1 epochs); warm-up 100 rollout steps = 100 updates; truncated responses kept",
 }
