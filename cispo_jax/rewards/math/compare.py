@@ -18,6 +18,7 @@ from cispo_jax.rewards.math.grammar import (
     is_name,
     parse_list,
 )
+from cispo_jax.rewards.math.normal import with_matrices
 
 Ask = Callable[
     [str, list[Any]], Any
@@ -33,7 +34,7 @@ def readable(node: Node | None, ask: Ask) -> bool:
         case Words(text):
             return 0 < len(text.split()) <= 4
         case Expression(latex):
-            return ask("read", [latex]) is True
+            return ask("read", [with_matrices(latex)]) is True
         case Quantity(value, _):
             return readable(value, ask)
         case Collection(_, items):
@@ -77,7 +78,7 @@ def _latex(node: Node) -> str:
         value = node.value
         return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     assert isinstance(node, Expression)
-    return node.latex
+    return with_matrices(node.latex)
 
 
 def _terminates(value: Fraction) -> bool:
@@ -202,7 +203,7 @@ def _same_relation(gold: tuple[str, str, str], answer: tuple[str, str, str], ask
         return False
     if [_bare(x) for x in gold] == [_bare(x) for x in answer]:
         return True
-    return ask("relations_equal", [list(gold), list(answer)]) is True
+    return ask("relations_equal", [[with_matrices(x) for x in relation] for relation in (gold, answer)]) is True
 
 
 def _interval(relation: Relation) -> Node | None:

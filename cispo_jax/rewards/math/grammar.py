@@ -42,7 +42,7 @@ _NAME = re.compile(
     r"\\?[A-Za-z]+'*(?:_(?:\{[\w, ]+\}|\w))?(?:\s*\(\s*[A-Za-z0-9](?:\s*,\s*[A-Za-z0-9])*\s*\))?|\(\s*[A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\)"
 )
 _UNIT = re.compile(
-    rf"(?P<value>.*?[\d)}}|A-Za-z])\s*(?P<unit>{WORDS_OPEN}[^{WORDS_CLOSE}]*{WORDS_CLOSE}"
+    rf"(?P<value>[^{WORDS_OPEN}]*?[\d)}}|A-Za-z])\s*(?P<unit>{WORDS_OPEN}[^{WORDS_CLOSE}]*{WORDS_CLOSE}"
     r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?|%)"
 )
 _WORDS_UNIT = re.compile(
@@ -140,7 +140,7 @@ def _parse(text: str, depth: int) -> Node | None:
         return Collection("colon", tuple(_required(part, depth) for part in text.split(":")))
     if text[0] == MATRIX_OPEN and _closes_at_end(text):
         return _matrix(text[1:-1], depth)
-    items = _split_list(text)
+    items = [text] if _WORDS_UNIT.fullmatch(text) else _split_list(text)  # 1,000 people
     if len(items) > 1:
         return _list([_required(item, depth + 1) for item in items if item.strip()])
     relation = _relation(text, depth)

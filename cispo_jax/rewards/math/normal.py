@@ -59,6 +59,7 @@ _SAME = [
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\\$|\$|\\[()\[\]]"), " "),
     (re.compile(r"(?<=\d)(?:\{,\}|\\[,!; ]|\\thinspace )(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3})"), ","),
     (re.compile(r"\\[,;:! ]|~|\\(?:thinspace|medspace|enspace)(?![A-Za-z])"), " "),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
@@ -101,6 +102,14 @@ def normalise(text: str) -> str:
 def canonical(text: str) -> str:
     """For a comparison letter by letter."""
     return re.sub(r"\s+", "", normalise(text))
+
+
+def with_matrices(text: str) -> str:
+    """The normal form with its matrices in LaTeX again."""
+    names = ((MATRIX_OPEN, r"\begin{pmatrix}"), (NEW_ROW, r"\\"), (MATRIX_CLOSE, r"\end{pmatrix}"))
+    for mark, latex in names:
+        text = text.replace(mark, latex)
+    return text
 
 
 def _words(match: re.Match[str]) -> str:

@@ -158,7 +158,15 @@ def _same_number(a: Any, b: Any) -> bool:
     larger = max(abs(x), abs(y))
     if larger < AGREEMENT:  # an exact zero has no digits to compare
         return bool(sympy.simplify(a - b) == 0)
-    return bool(abs(x - y) <= larger * AGREEMENT)
+    return bool(abs(x - y) <= larger * AGREEMENT) and _vanishes(a - b)
+
+
+def _vanishes(difference: Any) -> bool:
+    """Whether a number that is small beside its terms is 0: 1,000 digits do not tell it from 0. e^{-200} is small, not 0."""
+    if difference.has(sympy.factorial, sympy.gamma, sympy.binomial):  # of fractions they take seconds to so many digits
+        return True
+    parts = difference.evalf(15, maxn=1000).as_real_imag()
+    return all(part.is_zero or (part.is_Float and part._prec == 1) for part in parts)
 
 
 def _value(x: Any) -> Any:
