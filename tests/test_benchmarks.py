@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.benchmarks import rl_step, sampler, shapes, timing, train_step
+from experiments.benchmarks import rl_step, sampler, shapes, timing, train_step, verifier
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +50,10 @@ def test_typical_lengths():
     lengths = shapes.typical_lengths(4096, 1024)
     assert lengths.mean() == pytest.approx(1024 / 3, rel=0.01)
     assert lengths.min() >= 1 and lengths.max() == 1024
+
+
+def test_the_verifier_misjudges_none(tmp_path):
+    path = tmp_path / "v.json"
+    verifier.main(["--pairs=40", "--endless=2", f"--json={path}"])
+    figures = json.loads(path.read_text())["figures"]
+    assert figures["misjudged"] == figures["mixed_misjudged"] == 0 and figures["pairs"] == 40
