@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B, 128 experts a layer of which a token takes 8, on DAPO-Math with CISPO, for a TPU v5p-256.
 
-    python -m experiments.train --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b --config.data.source=dapo_math.jsonl
+    python -m experiments.train --config=configs/qwen3_30b_a3b.py --workdir=runs/qwen3_30b_a3b
     .venv-plan/bin/python -m experiments.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x8
 
 Data, batches and rates are those of qwen2p5_32b_dapo_math.py. It trains on the experts that the sampler chose (routing replay). The
