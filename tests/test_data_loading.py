@@ -238,7 +238,7 @@ def test_evaluation_file(tmp_path):
     evaluation = write_jsonl(tmp_path / "eval.jsonl", rows(14)[8:] * 2)
     problems = load(DataSettings(source=source, eval_source=evaluation))
     assert (len(problems.train), len(problems.evaluation)) == (8, 6)
-    assert "6 duplicates dropped from" in problems.description
+    assert "6 duplicates dropped (of 12 rows)" in problems.description
     assert "2 training problems dropped because they are evaluated" in problems.description
     with pytest.raises(ConfigError, match=r"config\.data\.eval_source=.* holds every prompt of config\.data\.source"):
         load(DataSettings(source=source, eval_source=source))

@@ -45,6 +45,11 @@ def test_each_command_parses(command):
     words = shlex.split(command)
     start = words.index("-m")
     assert (ROOT / f"{words[start + 1].replace('.', '/')}.py").is_file()
+    if words[-1].startswith("--compare="):  # a command of its own, without a page
+        words = [*words[:-1], "--compare=only.jsonl"]
+        done = subprocess.run([sys.executable, *words[start:]], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, "two files of records" in done.stderr) == (2, True), done.stderr
+        return
     code = "import sys; from experiments import cli; cli.define_flags(); cli.parse(sys.argv)"
     done = subprocess.run([sys.executable, "-c", code, *words[start + 2 :]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ def settings(**changes) -> Config:
 def test_nothing_of_a_page_but_sizes_changes(name):
     config = from_config_dict(importlib.import_module(f"configs.{name}").get_config())
     changed = shrink.changes(config, shrink.shrink(config))
-    assert changed.keys() <= MAY_CHANGE
+    sizes_of_sets = {name for name in changed if re.fullmatch(r"evaluation\.sets\.\w+\.(num_problems|samples)", name)}
+    assert changed.keys() - sizes_of_sets <= MAY_CHANGE
     grown = [n for n, (before, after) in changed.items() if isinstance(before, int) and after > before > 0]
     assert set(grown) <= {"mesh.fsdp", "num_steps", "sampling.prompts_per_step"}, changed  # a row for each device
 

@@ -75,7 +75,7 @@ def make_run(config, architecture):
         return rewards, {"alternating": rewards}
 
     run = types.SimpleNamespace(
-        **vars(made), config=config, score=score, encode=lambda example: prompts[example["id"] % P],
+        **vars(made), reference=None, config=config, score=score, encode=lambda example: prompts[example["id"] % P],
         stream=PromptStream([{"id": i, "prompt": "", "answer": ""} for i in range(P)], 0),
         watch=lambda examples: None, tokenizer=types.SimpleNamespace(decode=lambda ids: ""),
     )  # fmt: skip
