@@ -1,6 +1,18 @@
 """SmolLM2-135M-Instruct on a mixture of three reasoning-gym tasks, answers in boxes and judged by the verifier of mathematics.
 
-python -m experiments.train --config=configs/smollm2_math_mixture.py --workdir=runs/math_mixture
+    python -m experiments.train --config=configs/smollm2_math_mixture.py --workdir=runs/math_mixture
+
+Measured with that command (2 cores of an AMD EPYC with other work beside it, float32, jax 0.10.2, seed 0): 40 steps of 16 prompts x 8
+responses and up to 16 updates each, 29 minutes with three evaluations. Held-out problems, which never occur in training:
+
+                         greedy             avg@4 (temperature 1)
+    all 152          33.6 % -> 52.6 %        11.5 % -> 51.0 %   (+39.5, 95 % interval +32.9 to +46.1)
+    64 sums          45.3 % -> 60.9 %         9.0 % -> 57.0 %
+    24 products      66.7 % -> 100.0 %       36.5 % -> 97.9 %
+    64 gcd            9.4 % -> 26.6 %         4.7 % -> 27.3 %
+
+The prompt shows two answers in boxes; a response earns 1 for the right answer and 0.2 for a box. A part of avg@4 is to say what greedy
+decoding says at any temperature: the entropy falls from 1.3 to below 0.1.
 """
 
 import os
