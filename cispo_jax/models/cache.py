@@ -114,9 +114,10 @@ def widen(cache: Cache, column: jax.Array, width: int) -> Cache:
     W = cache.num_columns
     oldest_first = (column + jnp.arange(W)) % W
 
-    def columns(x_BW):
+    def columns(x_BW, fill):
         x_BW = jnp.take(x_BW, oldest_first, axis=1)
-        return jnp.pad(x_BW, [(0, width - W if i == 1 else 0) for i in range(x_BW.ndim)])
+        more = [(0, width - W if i == 1 else 0) for i in range(x_BW.ndim)]
+        return jnp.pad(x_BW, more, constant_values=fill)
 
     def layer_by_layer(stacked):
         """Beside the two caches, the copies of one layer at a time."""
@@ -126,4 +127,4 @@ def widen(cache: Cache, column: jax.Array, width: int) -> Cache:
 
     ids = cache.expert_ids_BSLK
     memory = cache.map(layer_by_layer, lambda x: x)
-    return placed(Cache(memory, columns(cache.mask_BS), None if ids is None else columns(ids)))
+    return placed(Cache(memory, columns(cache.mask_BS, False), None if ids is None else columns(ids, NO_EXPERT)))
