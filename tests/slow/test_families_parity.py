@@ -1,5 +1,7 @@
 """Every family live beside transformers: further shapes, both ways, logits, greedy text, gradients, long positions."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,12 +46,22 @@ def models(request, tmp_path):
     return theirs, *weights.load_pretrained(tmp_path / "theirs"), tmp_path
 
 
+def in_float64(theirs, expected):
+    wide = copy.deepcopy(theirs).double()
+    wide.set_experts_implementation("eager")  # their grouped product takes no float64
+    with torch.no_grad():
+        mask = torch.tensor(expected["mask"]).long()
+        return wide(torch.tensor(expected["tokens"]), attention_mask=mask).logits.numpy()
+
+
 def test_logits_greedy_text_and_gradients(models):
     theirs, ours, config, _ = models
     expected = reference(theirs, seed=5)
     tokens, mask = jnp.asarray(expected["tokens"], jnp.int32), jnp.asarray(expected["mask"])
     found = np.asarray(forward(ours, tokens, mask))
-    assert np.abs(found - expected["logits"])[expected["mask"]].max() <= 2e-4 * np.abs(expected["logits"]).max()
+    # Theirs in float64: where a deep stack is badly conditioned, their float32 is the one that is off (by 4 times ours, on AVX-512).
+    exact = in_float64(theirs, expected)
+    assert np.abs(found - exact)[expected["mask"]].max() <= 2e-4 * np.abs(exact).max()
     prompts = [row[real].tolist() for row, real in zip(expected["tokens"], expected["mask"], strict=True)]
     rollout = sample_groups(ours, prompts, group_size=1, max_new_tokens=32, temperature=0.0, eos_ids=(), seed=0)
     np.testing.assert_array_equal(rollout.response_tokens, expected["greedy"])
