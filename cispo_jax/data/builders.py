@@ -98,34 +98,33 @@ class CispoReasoningGym(CispoProblems):
         return tasks.reasoning_gym(recipe.pop("task"), recipe.pop("options"), **recipe)
 
 
-class CispoMath(CispoProblems):
+class CispoMath(tfds.core.GeneratorBasedBuilder):
     """Problems of a public file (`math_sets`), one split; `metadata` is JSON text of the fields that only some sets have."""
 
-    def features(self) -> dict[str, Any]:
-        return {"metadata": tfds.features.Text()}
-
-    def problems(self) -> tasks.Generated:
-        raise NotImplementedError("read from a file, not generated")
+    VERSION = tfds.core.Version("1.0.0")
+    url_infos = None
 
     def _info(self) -> tfds.core.DatasetInfo:
-        info = super()._info()
-        found = math_sets.SETS[self.builder_config.recipe["set"]]
+        name = self.builder_config.recipe["set"]
+        found = math_sets.SETS[name]
         return tfds.core.DatasetInfo(
             builder=self,
-            description=f"{self.builder_config.recipe['set']}: {self.__doc__}",
-            features=info.features,
+            description=f"{name}: {self.__doc__}",
+            features=tfds.features.FeaturesDict(dict.fromkeys(math_sets.FEATURES, tfds.features.Text())),
             homepage=found.homepage,
             citation=found.citation,
             metadata=tfds.core.MetadataDict(),
-            disable_shuffling=True,
+            disable_shuffling=True,  # in the order of the file
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, Any]]]]:
-        del dl_manager
+        del dl_manager  # the user has the file
         found = self.builder_config.read()
-        rows = found.examples
         self.info.metadata.update({"duplicates": found.duplicates, "sha256": self.builder_config.recipe["sha256"]})
-        return {self.builder_config.recipe["split"]: self._generate_examples([math_sets.as_text(row) for row in rows])}
+        return {self.builder_config.recipe["split"]: self._generate_examples(found.examples)}
+
+    def _generate_examples(self, examples: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        yield from enumerate(map(math_sets.as_text, examples))
 
 
 @dataclasses.dataclass(eq=False)
@@ -162,7 +161,9 @@ def reasoning_gym(task: str, options: Mapping[str, Any], directory: str, **sizes
     return _prepare(CispoReasoningGym, config, directory)
 
 
-def _prepare(kind: type[CispoProblems], config: ProblemsConfig, directory: str) -> tfds.core.DatasetBuilder:
+def _prepare(
+    kind: type[tfds.core.GeneratorBasedBuilder], config: ProblemsConfig, directory: str
+) -> tfds.core.DatasetBuilder:
     if "://" in directory:
         raise ConfigError(
             f"config.data.directory={directory}: generated sets are kept on a disk of each host; give a directory, or leave it empty."

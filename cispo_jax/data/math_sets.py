@@ -140,10 +140,13 @@ def split_source(source: str) -> tuple[str, str]:
     return (name, path) if colon and name in SETS else ("", source)
 
 
+FEATURES = ("id", "prompt", "answer", "metadata")
+
+
 def as_text(example: Mapping[str, Any]) -> dict[str, str]:
     """The features of a stored example: id, prompt, answer, and the rest as JSON text."""
-    rest = {name: value for name, value in example.items() if name not in ("id", "prompt", "answer")}
+    rest = {name: value for name, value in example.items() if name not in FEATURES}
     return {
-        **{name: str(example[name]) for name in ("id", "prompt", "answer")},
+        **{name: str(example[name]) for name in FEATURES[:3]},
         "metadata": json.dumps(rest, default=str, ensure_ascii=False, sort_keys=True),
     }

@@ -23,7 +23,7 @@ from cispo_jax.rewards.math.normal import with_matrices
 Ask = Callable[
     [str, list[Any]], Any
 ]  # name of a function of `symbolic`, its arguments -> True, False, None (cannot be read)
-_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
 
 
 def readable(node: Node | None, ask: Ask) -> bool:
@@ -40,7 +40,7 @@ def readable(node: Node | None, ask: Ask) -> bool:
         case Collection(_, items):
             return all(readable(item, ask) for item in items)
         case Relation(sides, _, operators):
-            known = all(operator in _FLIPPED or operator == r"\in" for operator in operators)
+            known = all(operator in FLIPPED or operator == r"\in" for operator in operators)
             return known and all(readable(side, ask) for side in (sides[1:] if is_name(node) else sides))
         case _:
             return True
@@ -64,7 +64,7 @@ def _scalars(gold: Node, answer: Node, ask: Ask) -> bool:
         if gold.value == answer.value:
             return True
         unit = max(gold.unit, answer.unit)
-        if not unit or (_terminates(gold.value) and _terminates(answer.value)):
+        if not unit or (terminates(gold.value) and terminates(answer.value)):
             return False
         return abs(gold.value - answer.value) < unit
     if _latex(gold).replace(" ", "") == _latex(answer).replace(" ", ""):
@@ -81,7 +81,8 @@ def _latex(node: Node) -> str:
     return with_matrices(node.latex)
 
 
-def _terminates(value: Fraction) -> bool:
+def terminates(value: Fraction) -> bool:
+    """Whether a decimal equals it."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:
@@ -199,7 +200,7 @@ def _binary(relation: Relation) -> list[tuple[str, str, str]]:
 
 
 def _same_relation(gold: tuple[str, str, str], answer: tuple[str, str, str], ask: Ask) -> bool:
-    if gold[1] not in _FLIPPED or answer[1] not in (gold[1], _FLIPPED[gold[1]]):
+    if gold[1] not in FLIPPED or answer[1] not in (gold[1], FLIPPED[gold[1]]):
         return False
     if [_bare(x) for x in gold] == [_bare(x) for x in answer]:
         return True
@@ -228,7 +229,7 @@ def _interval(relation: Relation) -> Node | None:
     if not name(sides[0]):
         if not name(sides[1]):
             return None
-        operator, value = _FLIPPED[operator], sides[0]
+        operator, value = FLIPPED[operator], sides[0]
     closed = operator in (r"\le", r"\ge")
     if operator in (">", r"\ge"):
         return Collection("tuple", (value, high), ("[" if closed else "(") + ")")

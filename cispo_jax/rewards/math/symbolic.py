@@ -17,10 +17,11 @@ import sympy
 from latex2sympy2_extended import latex2sympy
 from sympy.core.function import AppliedUndef
 
+from cispo_jax.rewards.math.compare import FLIPPED, terminates
+
 MAX_DIGITS = 100_000.0  # of a number that is computed
 PRECISION = 60  # digits of a numerical comparison ...
 AGREEMENT = sympy.Float("1e-45")  # ... and how far two equal numbers may be apart, of the larger
-FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
 
 
 class Unreadable(Exception):
@@ -188,13 +189,7 @@ def _rounded(a: Any, b: Any, unit: Any) -> bool:
 
 
 def _terminates(x: Any) -> bool:
-    if not x.is_Rational:
-        return False
-    rest = Fraction(x.p, x.q).denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+    return bool(x.is_Rational) and terminates(Fraction(x.p, x.q))
 
 
 def _constant_ratio(a: Any, b: Any) -> Any:
