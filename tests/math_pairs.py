@@ -538,4 +538,12 @@ RESPONSES = [
     ("1/2", "Answer: one half", False),
     ("4", "2+2=4", True),
     ("4", r"\boxed{2+2}", True),
+    ("5", "Answer: 5 or maybe 6", False),
+    ("6", "Answer: 5 or maybe 6", False),
+    ("6", "Answer: either 5 or 6", False),
+    ("5", "Answer: 5, possibly 6", False),
+    ("6", "Answer: 5, maybe 6", False),
+    ("5", "#### 5 or perhaps 6", False),
+    ("42", "Answer: 42, because 6 * 7 = 42", True),
+    ("72", "Answer: 72 clips in May", True),
 ]  # fmt: skip

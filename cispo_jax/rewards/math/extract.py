@@ -14,6 +14,7 @@ import re
 from cispo_jax.rewards.math.grammar import prose
 from cispo_jax.rewards.math.normal import canonical, normalise
 
+_HEDGES = {"either", "maybe", "perhaps", "possibly", "probably", "alternatively", "otherwise", "else", "not"}
 MAX_BOXES = 32  # next to each other
 TAIL = 4_000  # characters in which an answer without a mark is looked for, and of a line after one
 _REASONING = ("think", "thinking", "reasoning", "thought")
@@ -153,11 +154,13 @@ def _mathematics(line: str) -> str | None:
     if word is None or re.fullmatch(r"[A-Za-z' -]+", line.strip(" .*")):
         return line
     head = line[: word.start()].strip(" ,;:(*")
+    if word[0].lower() in _HEDGES or re.search(r"(?<![A-Za-z])or$", head):
+        return line  # `5 or maybe 6`: no answer
+    head = re.sub(r"(?<![A-Za-z])and$", "", head).strip()
     if not head or head.endswith(("=", "+", "-", "/", "<", ">")):
         return None
-    unit = re.match(rf"{re.escape(word[0])}(?:[ /][a-z]+)?", line[word.start() :])
-    with_unit = f"{head} {word[0]}" if unit and re.fullmatch(r"[-+\d.,\s]+", head) and word[0].islower() else head
-    return with_unit if len(with_unit) < len(line) or with_unit == head else head
+    is_unit = re.fullmatch(r"[-+\d.,\s]+", head) and word[0].islower()  # 72 clips, and what follows a number otherwise
+    return f"{head} {word[0]}" if is_unit else head
 
 
 def _last(text: str) -> str | None:
