@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from cispo_jax import data, distributed, models, rewards, sharding, weights
-from cispo_jax.config import Config, ConfigError, suggest, validate
+from cispo_jax.config import Config, ConfigError, changed, suggest, validate
 from cispo_jax.data import tokenizers
 from cispo_jax.evaluation import Benchmark
 from cispo_jax.programs import Programs, describe_updates, make_programs, resolve_objective
@@ -86,7 +86,7 @@ def build(
     """Puts a run together; every user error is raised here, before anything is compiled. Arguments: see `trainer.train`."""
     notes: list[str] = []
     resolved = resolve_objective(config.objective, objective, notes)
-    notes.append(describe_updates(config, resolved[1]))
+    notes.append(describe_updates(config, resolved[1], custom=objective is not None))
     if config.model.preset not in models.PRESETS and not config.model.weights and model is None:
         raise ConfigError(
             f"config.model.preset={config.model.preset!r}: valid values are {', '.join(models.PRESETS)}."
@@ -198,12 +198,12 @@ def _benchmarks(config: Config, problems: data.Problems, prompter: data.Prompter
             if key not in valid:
                 raise ConfigError(f"{where}.{key} is not one of {', '.join(valid)}.{suggest(key, valid)}")
         asking = {key: table[key] for key in ASKING if key in table}
-        examples, scorer = data.load_evaluation(table["source"], dataclasses.replace(config.data, **asking), where)
+        path = where.removeprefix("config.")
+        examples, scorer = data.load_evaluation(table["source"], changed(config.data, asking, path), where)
         if "verifier" in table:
             scorer = _choice(f"{where}.verifier", table["verifier"], rewards.VERIFIERS)
-        settings = dataclasses.replace(
-            config.evaluation, sets={}, **({"num_problems": 0} | {key: table[key] for key in BENCHMARK if key in table})
-        )
+        sizes = {"num_problems": 0, "sets": {}} | {key: table[key] for key in BENCHMARK if key in table}
+        settings = changed(config.evaluation, sizes, path)
         validate(dataclasses.replace(config, evaluation=settings))
         marks = {key: asking[key] for key in ("prompt_suffix", "system_prompt") if key in asking}
         asked = prompter.check([example | marks for example in examples], f"{where}.source")

@@ -244,17 +244,10 @@ def response_log_probs(
     return log_probs, entropy, models.router_sums(states.routing)
 
 
-def describe_updates(config: Config, aggregation: str) -> str:
-    """One paragraph of what the settings of the objective come to, for the log."""
+def describe_updates(config: Config, aggregation: str, custom: bool = False) -> str:
+    """One paragraph of what the settings of the objective come to, for the log; `custom`: a function from Python in place of its name."""
     o, optimizer = config.objective, config.optimizer
-    defaults = inspect.signature(getattr(objectives, f"{o.name}_loss", objectives.cispo_loss)).parameters
-    epsilon = lambda name: (
-        getattr(o, name) if getattr(o, name) is not None else getattr(defaults.get(name), "default", None)
-    )
-    low, high = epsilon("epsilon_low"), epsilon("epsilon_high")
-    bounds = f"ratio in [{0 if low is None or low >= 1 else 1 - low:g}, {'inf' if high is None else f'{1 + high:g}'}]"
-    if ":" in o.name:
-        bounds = "bounds of its own"
+    bounds = "of your own" if custom or ":" in o.name else f"{o.name}: {_bounds(o)}"
     updates = o.num_minibatches * o.num_epochs
     warmup = {
         "rollout_steps": (optimizer.warmup, optimizer.warmup * updates),
@@ -262,7 +255,7 @@ def describe_updates(config: Config, aggregation: str) -> str:
     }
     rollouts, of_updates = warmup[optimizer.warmup_unit]
     parts = [
-        f"objective {o.name}: {bounds}, {aggregation} aggregation, anchor {o.anchor}",
+        f"objective {bounds}, {aggregation} aggregation, anchor {o.anchor}",
         f"advantages by {o.advantage}" + (f", scaled by {o.advantage_scale}" if o.advantage == "group" else ""),
         f"{updates} updates a batch ({o.num_minibatches} mini-batches x {o.num_epochs} epochs)",
         f"warm-up {rollouts:g} rollout steps = {of_updates:g} updates",
@@ -277,6 +270,16 @@ def describe_updates(config: Config, aggregation: str) -> str:
         f"truncated responses {truncated}" + (f", penalised over the last {buffer:,} tokens" if buffer else "")
     )
     return "; ".join(parts)
+
+
+def _bounds(settings: ObjectiveSettings) -> str:
+    """Where the weight (or PPO's ratio) of a built-in objective lies."""
+    defaults = inspect.signature(getattr(objectives, f"{settings.name}_loss")).parameters
+    default = lambda name: defaults[name].default if name in defaults else None
+    low, high = default("weight_clip") or (default("epsilon_low"), default("epsilon_high"))
+    low = low if settings.epsilon_low is None else settings.epsilon_low
+    high = high if settings.epsilon_high is None else settings.epsilon_high
+    return f"ratio in [{0 if low is None or low >= 1 else 1 - low:g}, {'inf' if high is None else f'{1 + high:g}'}]"
 
 
 def chunk_tokens(vocab_size: int) -> int:

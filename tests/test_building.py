@@ -41,6 +41,24 @@ def test_bad_settings():
     refused("config.objective.name", "real", objective=whole)  # an integer loss has no gradient
 
 
+def test_bad_benchmarks(tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    sets = lambda **table: {"evaluation__sets": {"sums": {"source": str(file)} | table}}
+    refused("config.evaluation.sets.sums.sampels", '"samples"', **sets(sampels=2))
+    refused("config.evaluation.sets.sums.samples='two'", "type int", **sets(samples="two"))
+    refused("config.evaluation.top_p=0.0", **sets(top_p=0.0))
+    refused("config.evaluation.sets.sums.prompt_suffix=3", **sets(prompt_suffix=3))
+    refused("config.evaluation.sets.sums.verifier='maths'", '"math"', **sets(verifier="maths"))
+    refused("config.evaluation.sets.sums.source", "no such file", **sets(source=str(tmp_path / "sum.jsonl")))
+    refused("must be a table with a source", evaluation__sets={"sums": 3})
+    run = debug_run.build(debug_run.config(**sets(samples=3, top_p=0.5, num_problems=1)))
+    own, benchmark = run.benchmarks
+    assert (own.name, benchmark.name, len(benchmark.examples)) == ("", "sums", 2)
+    assert (benchmark.settings.samples, benchmark.settings.top_p, benchmark.settings.num_problems) == (3, 0.5, 1)
+    assert own.settings.samples != 3
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     """jax clamps an id outside the embedding silently."""
     small = debug_run.model(dataclasses.replace(PRESETS["debug"], vocab_size=7))

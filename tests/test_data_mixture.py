@@ -119,6 +119,17 @@ def test_tasks_keep_their_settings_and_their_scorers(tmp_path):
         assert score(own[:8], problems.train[:8]) == [1.0] * 8
 
 
+def test_what_a_level_holds_out_no_other_trains_on(tmp_path):
+    """Two levels whose ranges overlap, with every problem of the smaller one in the larger."""
+    small, large = {"min_value": 2, "max_value": 6}, {"min_value": 2, "max_value": 9}
+    task = {"source": "reasoning_gym:gcd", "options": {"min_numbers": 2, "max_numbers": 2}, "levels": [small, large]}
+    problems = load(settings(tmp_path, {"gcd": task | {"train_size": 60, "eval_size": 12}}))
+    held_out = [example["prompt"] for example in problems.evaluation]
+    assert len(set(held_out)) == len(held_out) > 6
+    assert not {example["prompt"] for example in problems.train} & set(held_out)
+    assert "dropped because another level or task holds them out" in problems.description
+
+
 class Workers_of:
     """A scorer in a process that knows it by its name and fields only."""
 
@@ -163,6 +174,8 @@ def length(responses, *, examples, response_tokens):
         ({"a": SUMS | {"advance_at": 1.5}}, r"tasks.a.advance_at=1.5 must be a share in \(0, 1\]"),
         ({"a": SUMS | {"levels": []}}, r"tasks.a.levels=\[\] must be a list of tables"),
         ({"a": SUMS | {"train_size": 0}}, "tasks.a.train_size=0 must be an integer > 0"),
+        ({"a": SUMS | {"prompt_suffix": 3}}, "config.data.tasks.a.prompt_suffix=3: must be of type str, not int"),
+        ({"a": SUMS | {"options": [1]}}, r"config.data.tasks.a.options=\[1\] must be a table"),
         ({"a": {"source": "mixture"}}, "a task of a mixture is no mixture"),
         ({"a": {"source": "reasoning_gym:nonsense"}}, "config.data.tasks.a: .*there is no such task"),
         ({"a": SUMS | {"options": {"max_valeu": 3}}}, "config.data.tasks.a: .*max_valeu is not an option"),

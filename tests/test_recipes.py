@@ -204,3 +204,24 @@ def test_a_truncated_weight_beside_the_rollout_anchor_is_refused():
     config.objective.truncated_importance_cap = 2.0
     with pytest.raises(ConfigError, match="would count it twice"):
         from_config_dict(config)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("cispo", "objective cispo: ratio in [0, 5], token"),
+        ("reinforce", "objective reinforce: ratio in [0, inf], sequence"),
+        ("ppo", "objective ppo: ratio in [0.8, 1.2], token"),
+        ("gspo", "objective gspo: ratio in [0.9997, 1.0004], sequence"),
+        ("unified", "objective unified: ratio in [0, 5], token"),
+    ],
+)
+def test_bounds_of_every_objective_are_said(name, said):
+    config = debug.get_config()
+    config.objective.name = name
+    assert building.build(from_config_dict(config)).notes[0].startswith(said)
+
+
+def test_an_objective_from_python_is_said_to_be_one():
+    config = from_config_dict(debug.get_config())
+    assert building.build(config, objective=cispo_loss).notes[0].startswith("objective of your own, token aggregation")

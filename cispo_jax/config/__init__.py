@@ -1,7 +1,7 @@
 """Settings: `settings` lists them all, `checks` refuses what cannot work, `pages` reads config pages and flags."""
 
 from cispo_jax.config.checks import profile_steps, validate
-from cispo_jax.config.pages import default_config, from_config_dict, set_from_text, to_dict
+from cispo_jax.config.pages import changed, default_config, from_config_dict, set_from_text, to_dict
 from cispo_jax.config.settings import (
     CheckpointSettings,
     Config,
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingMeshSettings",
     "SamplingSettings",
     "SftSettings",
+    "changed",
     "default_config",
     "from_config_dict",
     "profile_steps",

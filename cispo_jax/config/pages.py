@@ -11,6 +11,8 @@ from typing import Any
 from cispo_jax.config.checks import validate
 from cispo_jax.config.settings import Config, ConfigError, RewardSettings, suggest
 
+Section = typing.TypeVar("Section")
+
 
 def default_config() -> Any:
     """An unlocked `ConfigDict` with every setting at its default, for a config page to change."""
@@ -44,6 +46,13 @@ def from_config_dict(config: Mapping[str, Any] | Config) -> Config:
         settings = _build(Config, plain, "")
     validate(settings)
     return settings
+
+
+def changed(settings: Section, values: Mapping[str, Any], path: str) -> Section:
+    """A section with some other values, of the types that a page's must have; `path` (without `config.`) names them in errors."""
+    hints = typing.get_type_hints(type(settings))
+    new = {name: _convert(hints[name], value, f"{path}.{name}") for name, value in values.items()}
+    return typing.cast(Section, dataclasses.replace(typing.cast(Any, settings), **new))
 
 
 def to_dict(config: Config) -> dict[str, Any]:

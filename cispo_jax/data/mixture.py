@@ -11,12 +11,11 @@ where `advance_at` of the responses to `window` prompts have passed. Examples ca
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cispo_jax.config import ConfigError, DataSettings, suggest
+from cispo_jax.config import ConfigError, DataSettings, changed, suggest
 from cispo_jax.data.stream import Schedule
 from cispo_jax.rewards import MixedScorer
 from cispo_jax.rewards.workers import name_of
@@ -53,7 +52,8 @@ def load(settings: DataSettings, load_one: Callable[[DataSettings], Any]) -> Any
         schedules[name], levels = _task(name, table)
         for level, own in enumerate(levels):
             sizes = {k: max(1, _size(name, own, settings, k) // len(levels)) for k in ("train_size", "eval_size")}
-            one = _load(name, dataclasses.replace(settings, tasks={}, retire_at=0.0, **(own | sizes)), load_one)
+            of_task = changed(settings, own | sizes | {"tasks": {}, "retire_at": 0.0}, f"data.tasks.{name}")
+            one = _load(name, of_task, load_one)
             scorer = f"{name}/{level}"
             scorers[scorer] = name_of(one.scorer)
             mark = {"task": name, "level": level, "scorer": scorer}
@@ -63,15 +63,22 @@ def load(settings: DataSettings, load_one: Callable[[DataSettings], Any]) -> Any
             notes.append(f"  {name}: {one.description}")
     # In turn, so that the first N held-out problems hold all tasks.
     in_turn = [example for row in itertools.zip_longest(*evaluation) for example in row if example is not None]
+    # Levels and tasks may overlap: what is held out in one is not trained on in another.
+    held_out = {example["prompt"]: example for example in reversed(in_turn)}
+    kept = [example for example in train if example["prompt"] not in held_out]
+    in_turn = [example for example in in_turn if held_out[example["prompt"]] is example]
+    for name, level in ((name, level) for name, schedule in schedules.items() for level in range(schedule.levels)):
+        if not any((example["task"], example["level"]) == (name, level) for example in kept):
+            raise ConfigError(
+                f"config.data.tasks.{name}: level {level} has no problem left to train on that is not held out in another level or task."
+            )
+    if len(kept) < len(train):
+        notes.append(
+            f"  {len(train) - len(kept):,} training problems dropped because another level or task holds them out"
+        )
     mixed = MixedScorer(scorers)
-    return type(one)(
-        train,
-        in_turn,
-        mixed,
-        mixed.verdict,
-        "\n".join([f"mixture: {len(train):,} training problems", *notes]),
-        schedules,
-    )
+    notes.insert(0, f"mixture: {len(kept):,} training and {len(in_turn):,} held-out problems")
+    return type(one)(kept, in_turn, mixed, mixed.verdict, "\n".join(notes), schedules)
 
 
 def _task(name: str, table: Any) -> tuple[Schedule, list[dict[str, Any]]]:
@@ -101,14 +108,16 @@ def _task(name: str, table: Any) -> tuple[Schedule, list[dict[str, Any]]]:
     if not isinstance(levels, list) or not levels or not all(isinstance(level, Mapping) for level in levels):
         raise ConfigError(f"{where}.levels={levels!r:.60} must be a list of tables of options, the easiest first.")
     own = {key: table[key] for key in OWN if key in table}
-    options = dict(own.get("options", {}))
+    options = own.get("options", {})
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where}.options={options!r:.60} must be a table of options.")
     schedule = Schedule(
         weight=float(table.get("weight", 1.0)),
         levels=len(levels),
         advance_at=float(table.get("advance_at", 1.0)),
         window=int(table.get("window", 64)),
     )
-    return schedule, [own | {"options": options | dict(level)} for level in levels]
+    return schedule, [own | {"options": {**options, **level}} for level in levels]
 
 
 def _size(name: str, own: Mapping[str, Any], settings: DataSettings, key: str) -> int:
