@@ -155,3 +155,13 @@ def test_an_empty_or_corrupt_file_is_named(content, message, tmp_path):
     # Nothing half-written is left behind that the next start would read.
     if suffix == ".parquet":
         assert len(load(DataSettings(source=f"gsm8k:{path}", eval_size=2, directory=str(tmp_path / "s"))).train) == 10
+
+
+def test_an_unknown_set_is_refused_with_the_nearest_name():
+    for settings, setting in (
+        (DataSettings(source="gsm9k:a/f.jsonl"), "config.data.source=gsm9k:a/f.jsonl"),
+        (DataSettings(eval_source="gsm9k:a/f.jsonl"), "config.data.eval_source"),
+    ):
+        with pytest.raises(ConfigError, match=r"there is no set 'gsm9k'. Did you mean \"gsm8k\"") as error:
+            load(settings)
+        assert setting in str(error.value)

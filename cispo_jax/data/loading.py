@@ -114,6 +114,7 @@ def _from_file(settings: DataSettings) -> Problems:
 
 def _read(source: str, settings: DataSettings, setting: str, split: str) -> tuple[list[Example], list[str]]:
     """The examples of a file and what is to be said about them; a public set (`math_sets`) goes through TFDS."""
+    math_sets.check_name(source, setting)
     name, path = math_sets.split_source(source)
     if name:
         from cispo_jax.data import builders

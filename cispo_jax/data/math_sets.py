@@ -134,6 +134,15 @@ SETS = {
 }
 
 
+def check_name(source: str, setting: str) -> None:
+    """Refuses `NAME:FILE` with a name that is none of the sets."""
+    name, colon, path = source.partition(":")
+    if colon and name.isidentifier() and len(name) > 1 and not path.startswith("//") and name not in (*SETS, "hf"):
+        raise ConfigError(
+            f"{setting}={source}: there is no set {name!r}.{suggest(name, SETS)} The sets: {', '.join(f'{x}:FILE' for x in SETS)}."
+        )
+
+
 def split_source(source: str) -> tuple[str, str]:
     """`gsm8k:FILE` -> ("gsm8k", FILE); ("", source) for anything else."""
     name, colon, path = source.partition(":")
