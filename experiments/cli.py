@@ -107,7 +107,7 @@ def use_huge_pages() -> None:
 def trim_after_compiling() -> None:
     """Hands the memory that a compilation has freed back to the system, where glibc would keep it.
 
-    A model of 8 layers x 256 on a CPU: a peak of 860 MiB in place of 1,170 (`experiments/benchmarks/rl_step.py --layers=8 --vocab=8192`).
+    A model of 8 layers x 256 on a CPU: a peak of 940 MiB in place of 1,175 (`experiments/benchmarks/rl_step.py --layers=8 --vocab=8192`).
     """
     import jax
 

@@ -5,8 +5,7 @@
 Half of the ordinary answers are right; a quarter each are integers and decimals, fractions and pairs, roots and multiples of pi,
 polynomials. Then 64 answers that no computer finishes lie among 1,000 ordinary ones, whose verdicts must stay what they were without them.
 
-On 2 cores of an AMD EPYC, one of them busy with other work: 1,000 ordinary answers in 3.6 s (280 a second); 64 endless ones among 1,000
-in 31.6 s; none misjudged.
+On 2 cores of an AMD EPYC: 10,000 ordinary answers in 22.1 s (453 a second); 64 endless ones among 1,000 in 30.8 s; none misjudged.
 """
 
 import argparse

@@ -20,9 +20,8 @@ from cispo_jax.rewards.math.grammar import (
 )
 from cispo_jax.rewards.math.normal import with_matrices
 
-Ask = Callable[
-    [str, list[Any]], Any
-]  # name of a function of `symbolic`, its arguments -> True, False, None (cannot be read)
+# Name of a function of `symbolic`, its arguments -> True, False, None (cannot be read).
+Ask = Callable[[str, list[Any]], Any]
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
 
 
